@@ -1,0 +1,108 @@
+"""The public face of the kernels: `attention`, `merge`, `IntervalMask`, the table of backends, and a varlen shim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from kernels.backends import BACKENDS, choose_backend
+from kernels.checks import check_inputs
+from kernels.combine import merge
+from kernels.mask import IntervalMask, require_disjoint
+
+__all__ = ["BACKENDS", "IntervalMask", "attention", "flash_attn_varlen_func", "merge"]
+
+
+def attention(
+    q: Float[Tensor, "Tq H D"],
+    k: Float[Tensor, "Tk Hkv D"],
+    v: Float[Tensor, "Tk Hkv Dv"],
+    mask: IntervalMask | Sequence[IntervalMask],
+    *,
+    softmax_scale: float | int | None = None,
+    softcap: float | int | None = None,
+    sink: Float[Tensor, " H"] | None = None,
+    backend: str = "auto",
+) -> tuple[Float[Tensor, "Tq H Dv"], Float[Tensor, "H Tq"]]:
+    """Softmax attention of packed queries over the keys that `mask` shows them.
+
+    out[i, h] = sum_j p[i, j] v[j, g] with p[i, j] = exp(s[i, j] - lse[h, i]), g = h // (H // Hkv) and
+    s[i, j] = softmax_scale * q[i, h] . k[j, g]. (Tiled form and its backward: FlashAttention-2, arXiv 2307.08691.)
+
+    Args:
+        q, k, v: packed tokens of one floating dtype; any strides; D and Dv from 1 to 256; Hkv divides H.
+        mask: an IntervalMask, or a list of disjoint ones (bands). Tokens of q and k after the mask's last are padding:
+            never read as numbers, out 0, lse -inf, gradients 0.
+        softmax_scale: factor of the logits, 1 / sqrt(D) by default.
+        softcap: c > 0 replaces each scaled logit s by c * tanh(s / c).
+        sink: one more logit per head, unscaled and uncapped, that takes probability and has no value. lse includes it;
+            with several bands it counts once.
+        backend: a key of BACKENDS, or "auto".
+
+    Returns:
+        out [Tq, H, Dv] in q's dtype and lse [H, Tq], natural log, fp32 (fp64 for fp64 inputs). A query that sees no key
+        has out 0 and lse -inf (the sink's logit if there is a sink) and zero gradients.
+        Both results are differentiable in q, k, v and sink, once.
+
+    Raises:
+        ValueError: inputs that do not fit together, overlapping bands, or a backend that is unknown or not able.
+    """
+    masks = (mask,) if isinstance(mask, IntervalMask) else tuple(mask)
+    check_inputs(q, k, v, masks, softmax_scale, softcap, sink)
+    require_disjoint(masks)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    return choose_backend(backend, q).attention(q, k, v, masks, scale, softcap, sink)
+
+
+def flash_attn_varlen_func(
+    q: Float[Tensor, "Tq H D"],
+    k: Float[Tensor, "Tk Hkv D"],
+    v: Float[Tensor, "Tk Hkv Dv"],
+    cu_seqlens_q: Shaped[Tensor, " n"] | Sequence[int],
+    cu_seqlens_k: Shaped[Tensor, " n"] | Sequence[int],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float | int = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Float[Tensor, "Tq H Dv"] | tuple[Float[Tensor, "Tq H Dv"], Float[Tensor, "H Tq"], None]:
+    """The varlen call of flash-attn, with its meaning: bottom-right causal, `window_size` (left, right), -1 for all.
+
+    Returns out, or (out, lse [H, Tq], None) with `return_attn_probs`; lse is differentiable here. Every backend is
+    deterministic, so `deterministic` changes nothing. Tokens after cu_seqlens[-1] are padding: out 0. A training loop
+    that calls this in several layers should build one IntervalMask and call `attention`.
+
+    Raises:
+        ValueError: dropout, ALiBi slopes or a block table, which are not supported; a max_seqlen below the longest
+            document (checked on lists and CPU tensors); and what `attention` refuses.
+    """
+    if dropout_p != 0.0:
+        raise ValueError(f"dropout_p={dropout_p} is not supported; pass 0 and drop on the attention output instead")
+    if alibi_slopes is not None or block_table is not None:
+        name = "alibi_slopes" if alibi_slopes is not None else "block_table"
+        raise ValueError(f"{name} is not supported; pass None")
+    for name, cu, longest in (("q", cu_seqlens_q, max_seqlen_q), ("k", cu_seqlens_k, max_seqlen_k)):
+        if not isinstance(cu, Tensor) or cu.device.type == "cpu":
+            lengths = [int(b) - int(a) for a, b in pairwise(cu)]
+            if lengths and max(lengths) > longest:
+                raise ValueError(f"max_seqlen_{name} is {longest}, but a document has {max(lengths)} tokens; pass that")
+    mask = IntervalMask.from_cu_seqlens(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        causal=causal,
+        window=window_size,
+        device=q.device,
+        total_q=q.shape[0],
+        total_k=k.shape[0],
+    )
+    out, lse = attention(q, k, v, mask, softmax_scale=softmax_scale, softcap=softcap or None)
+    return (out, lse, None) if return_attn_probs else out

@@ -1,0 +1,118 @@
+"""Partial attention results joined by their log-sum-exp, and the attention sink, which is a partial without a value.
+
+Softmax over a union of key sets is the average of the softmaxes over each, weighted by exp(lse). (Online softmax:
+Milakov and Gimelshein, arXiv 1805.02867; used between devices by Ring Attention, arXiv 2310.01889.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def merge(
+    outs: Sequence[Float[Tensor, "T H D"]] | Float[Tensor, "n T H D"],
+    lses: Sequence[Float[Tensor, "H T"]] | Float[Tensor, "n H T"],
+) -> tuple[Float[Tensor, "T H D"], Float[Tensor, "H T"]]:
+    """Attention over all keys from n partial results over disjoint sets of keys.
+
+    `outs` are the partial outputs [T, H, D] and `lses` their natural-log sums of exponentials [H, T], as lists or
+    stacked along a leading dim. Arithmetic is fp32 (fp64 for fp64). A partial whose lse is -inf or +inf (some kernels'
+    mark for a row without keys) weighs nothing, whatever its out holds; where all are so, the result is (0, -inf).
+    Returns fresh tensors: out in the dtype of `outs`, lse in fp32 (fp64 for fp64). Differentiable in outs and lses
+    through both results; partials that weigh nothing get gradient 0.
+
+    Raises:
+        ValueError: no partials, or partials whose number, shapes or dtypes disagree.
+    """
+    outs, lses = (list(x.unbind(0)) if isinstance(x, Tensor) else list(x) for x in (outs, lses))
+    check_partials(outs, lses)
+    out, lse = _Merge.apply(*outs, *lses)
+    return out, lse
+
+
+def check_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
+    """Raise ValueError unless there are n >= 1 outs [T, H, D] of one dtype and n lses [H, T]."""
+    if not outs or len(outs) != len(lses):
+        raise ValueError(f"merge got {len(outs)} outputs and {len(lses)} lses; give at least one and as many of each")
+    if outs[0].dim() != 3:
+        raise ValueError(f"a partial output must be [T, H, D], not {tuple(outs[0].shape)}")
+    T, H, _ = outs[0].shape
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if out.shape != outs[0].shape or out.dtype != outs[0].dtype:
+            raise ValueError(
+                f"partial {i} has out {tuple(out.shape)} {out.dtype}, but partial 0 has "
+                f"{tuple(outs[0].shape)} {outs[0].dtype}; cast or cut them to agree"
+            )
+        if lse.shape != (H, T):
+            raise ValueError(f"partial {i} has lse {tuple(lse.shape)}, but [H, T] = {(H, T)} is needed; transpose it?")
+
+
+class _Merge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *partials: Tensor) -> tuple[Tensor, Tensor]:
+        outs, lses = partials[: len(partials) // 2], partials[len(partials) // 2 :]
+        high = torch.float64 if outs[0].dtype == torch.float64 else torch.float32
+        logs = [_live_lse(lse.to(high)) for lse in lses]
+        lse = log_sum_exp(logs)
+        out = torch.zeros(outs[0].shape, dtype=high, device=outs[0].device)
+        for part, log in zip(outs, logs):
+            out += weighted(part.to(high), share(log, lse))
+        ctx.save_for_backward(*partials, out, lse)
+        ctx.set_materialize_grads(False)
+        return out.to(outs[0].dtype, copy=True), lse.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        dout, dlse = grads
+        *partials, out, lse = ctx.saved_tensors
+        outs, lses = partials[: len(partials) // 2], partials[len(partials) // 2 :]
+        douts: list[Tensor | None] = []
+        dlses: list[Tensor | None] = []
+        dout = None if dout is None else dout.to(out.dtype)
+        delta = None if dout is None else (dout * out).sum(-1).T
+        for part, log in zip(outs, lses):
+            weight = share(_live_lse(log.to(out.dtype)), lse)
+            change = torch.zeros_like(weight) if dlse is None else dlse.to(out.dtype)
+            if dout is not None and delta is not None:
+                alive = torch.where((weight > 0).T[..., None], part.to(out.dtype), 0)
+                change = change + (dout * alive).sum(-1).T - delta
+            dlses.append(torch.where(weight > 0, weight * change, 0).to(log.dtype))
+            douts.append(None if dout is None else weighted(dout, weight).to(part.dtype))
+        return (*douts, *dlses)
+
+
+def _live_lse(lse: Tensor) -> Tensor:
+    """lse with +inf, which marks an empty row in some kernels, written as -inf."""
+    return torch.where(lse == float("inf"), -float("inf"), lse)
+
+
+def log_sum_exp(lses: Sequence[Tensor]) -> Tensor:
+    """log(sum_i exp(lse_i)) over tensors of one shape, -inf where all are."""
+    top = lses[0]
+    for lse in lses[1:]:
+        top = torch.maximum(top, lse)
+    base = torch.where(top == -float("inf"), 0, top)  # (-inf) - (-inf) would be NaN
+    total = torch.zeros_like(base)
+    for lse in lses:
+        total += (lse - base).exp_()
+    return base + total.log_()
+
+
+def share(part: Tensor, whole: Tensor) -> Tensor:
+    """exp(part - whole), the weight of a partial in the merged result, 0 where nothing is there."""
+    return (part - torch.where(whole == -float("inf"), 0, whole)).exp_()
+
+
+def weighted(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, H, D] times weight [H, T], with 0 where the weight is 0 even if x is NaN there."""
+    w = weight.T[..., None]
+    return torch.where(w == 0, 0, x * w)

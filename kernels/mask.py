@@ -1,0 +1,335 @@
+"""The mask language of every kernel: for each query one contiguous interval of keys, with ends that never decrease.
+
+Causal, full, sliding-window and document masks between two position-sorted blocks of one sequence all have this form
+(a staircase band); a mask that does not (a shared prefix, a tree) is a list of disjoint bands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int32
+from torch import Tensor
+
+INT32_MAX = 2**31 - 1
+UNBOUNDED = 2**40  # a window reach longer than any sequence
+
+Indices = Sequence[int] | Tensor
+
+
+class IntervalMask:
+    """Query i sees keys `k_start[i] <= j < k_end[i]`; key j is seen by queries `q_start[j] <= i < q_end[j]`.
+
+    Four int32 tensors describe one mask from both sides, `k_start, k_end` [Tq] and `q_start, q_end` [Tk], half-open,
+    each never decreasing. An empty interval has `k_end == k_start` (any position that keeps the order).
+
+    The arrays must not be written to afterwards: plans that depend on the mask alone are kept on the object.
+
+    Raises:
+        ValueError: wrong dtype, rank or device; and, on CPU tensors, an end below its start, a decreasing array, an
+            interval that leaves [0, Tk] or [0, Tq], or two sides that describe different masks.
+    """
+
+    def __init__(
+        self,
+        k_start: Int32[Tensor, " Tq"],
+        k_end: Int32[Tensor, " Tq"],
+        q_start: Int32[Tensor, " Tk"],
+        q_end: Int32[Tensor, " Tk"],
+    ) -> None:
+        self.k_start, self.k_end, self.q_start, self.q_end = k_start, k_end, q_start, q_end
+        self.cache: dict[Any, Any] = {}
+        _validate_form(self)
+        if self.device.type == "cpu":
+            _validate_values(self)
+
+    @property
+    def Tq(self) -> int:
+        """Number of queries that the mask covers."""
+        return self.k_start.shape[0]
+
+    @property
+    def Tk(self) -> int:
+        """Number of keys that the mask covers."""
+        return self.q_start.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.k_start.device
+
+    def __repr__(self) -> str:
+        return f"IntervalMask(Tq={self.Tq}, Tk={self.Tk}, device={self.device})"
+
+    def pairs(self) -> int:
+        """Number of allowed (query, key) pairs, as a host integer (waits for the device once)."""
+        if "pairs" not in self.cache:
+            self.cache["pairs"] = int((self.k_end.long() - self.k_start.long()).sum())
+        return self.cache["pairs"]
+
+    def to(self, device: torch.device | str) -> IntervalMask:
+        """The same mask on `device` (itself if it is there already)."""
+        device = torch.device(device)
+        if device.type == self.device.type and device.index in (None, self.device.index):
+            return self
+        key = ("to", str(device))
+        if key not in self.cache:
+            sides = (self.k_start, self.k_end, self.q_start, self.q_end)
+            self.cache[key] = IntervalMask(*(x.to(device) for x in sides))
+        return self.cache[key]
+
+    @classmethod
+    def from_rows(cls, k_start: Int32[Tensor, " Tq"], k_end: Int32[Tensor, " Tq"], Tk: int) -> IntervalMask:
+        """The mask whose query side is given; the key side is derived on the same device, without a host sync."""
+        keys = torch.arange(Tk, dtype=torch.int32, device=k_start.device)
+        q_start = torch.searchsorted(k_end.contiguous(), keys, right=True, out_int32=True)
+        q_stop = torch.searchsorted(k_start.contiguous(), keys, right=True, out_int32=True)
+        return cls(k_start, k_end, q_start, torch.maximum(q_start, q_stop))
+
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        cu_seqlens_q: Indices,
+        cu_seqlens_k: Indices | None = None,
+        causal: bool = True,
+        window: int | tuple[int, int] | None = None,
+        device: torch.device | str | None = None,
+        total_q: int | None = None,
+        total_k: int | None = None,
+    ) -> IntervalMask:
+        """Documents laid end to end, given by cumulative lengths `[0, n0, n0 + n1, ...]` of queries (and of keys).
+
+        A document with different numbers of queries and keys aligns bottom-right: its last query stands at its last
+        key, so a causal document with more queries than keys begins with queries that see nothing.
+
+        Args:
+            cu_seqlens_q, cu_seqlens_k: lists or int32/int64 tensors of the same length; keys default to the queries'.
+            causal: a query sees no key after its own position.
+            window: `w` keeps a query's own position and the w - 1 before it, and as many after it when not causal;
+                `(left, right)` keeps that many before and after, -1 meaning all (causal makes right 0).
+            device: where the mask lives; by default where `cu_seqlens_q` does (CPU for lists).
+            total_q, total_k: tokens in the buffers; those after the last document see nothing. They are needed when
+                cu_seqlens is a tensor on an accelerator, since reading its last entry would wait for the device.
+
+        Raises:
+            ValueError: cu_seqlens that do not start at 0, decrease or pass 2**31 - 1 (checked on lists and CPU
+                tensors), lists of different lengths, a window below 1, or totals missing or too small.
+        """
+        left, right = _reach(causal, window)
+        cu_q = _index_tensor("cu_seqlens_q", cu_seqlens_q)
+        cu_k = cu_q if cu_seqlens_k is None else _index_tensor("cu_seqlens_k", cu_seqlens_k)
+        if cu_q.shape != cu_k.shape:
+            raise ValueError(
+                f"cu_seqlens_q describes {cu_q.shape[0] - 1} documents and cu_seqlens_k {cu_k.shape[0] - 1}; "
+                "give both an entry per document, repeating the previous entry where a document is empty"
+            )
+        Tq = _total("cu_seqlens_q", "total_q", cu_q, total_q)
+        Tk = _total("cu_seqlens_k", "total_k", cu_k, Tq if cu_seqlens_k is None and total_k is None else total_k)
+        device = cu_q.device if device is None else torch.device(device)
+        cu_q, cu_k = (cu.to(device, non_blocking=True) for cu in (cu_q, cu_k))
+        row = torch.arange(Tq, device=device)
+        doc = torch.searchsorted(cu_q, row, right=True) - 1
+        inside = doc < cu_q.shape[0] - 1
+        doc = doc.clamp_(max=max(cu_q.shape[0] - 2, 0))
+        after = (doc + 1).clamp_(max=cu_q.shape[0] - 1)
+        first, stop = cu_k[doc], cu_k[after]
+        at = row - cu_q[after] + stop  # the query's position among its document's keys, in buffer indices
+        lo = torch.minimum(torch.maximum(at - left, first), stop)
+        hi = torch.maximum(torch.minimum(at + right + 1, stop), lo)
+        lo, hi = (torch.where(inside, x, cu_k[-1]).int() for x in (lo, hi))
+        return cls.from_rows(lo, hi, Tk)
+
+    @classmethod
+    def from_documents(
+        cls,
+        starts: Indices,
+        stops: Indices,
+        total: int,
+        causal: bool = True,
+        window: int | tuple[int, int] | None = None,
+        device: torch.device | str | None = None,
+    ) -> IntervalMask:
+        """Documents `[starts[i], stops[i])` in a buffer of `total` tokens, the same one for queries and keys.
+
+        They must be sorted and disjoint. Tokens between them (padding) see nothing and nobody sees them.
+        `causal` and `window` as in `from_cu_seqlens`.
+
+        Raises:
+            ValueError: documents that overlap, end before they start or leave the buffer (lists and CPU tensors).
+        """
+        begin, end = _documents(starts, stops)
+        if end.device.type == "cpu" and end.numel() and int(end[-1]) > total:
+            raise ValueError(f"the last document stops at {int(end[-1])}, beyond the {total} tokens of the buffer")
+        device = begin.device if device is None else torch.device(device)
+        tokens = torch.arange(total, device=device)
+        return cls._between(tokens, tokens, begin.to(device), end.to(device), _reach(causal, window))
+
+    @classmethod
+    def from_positions(
+        cls,
+        q_positions: Indices,
+        k_positions: Indices,
+        starts: Indices,
+        stops: Indices,
+        causal: bool = True,
+        window: int | tuple[int, int] | None = None,
+        device: torch.device | str | None = None,
+    ) -> IntervalMask:
+        """Any sorted choice of queries against any sorted choice of keys of one global sequence.
+
+        Positions are global token indices, strictly increasing; documents `[starts[i], stops[i])` are global too. A
+        window counts global positions, so this is the mask between two shards of a split sequence. `causal` and
+        `window` as in `from_cu_seqlens`.
+
+        Raises:
+            ValueError: positions that do not increase, or bad documents (lists and CPU tensors).
+        """
+        begin, end = _documents(starts, stops)
+        q_at, k_at = _index_tensor("q_positions", q_positions), _index_tensor("k_positions", k_positions)
+        for name, at in (("q_positions", q_at), ("k_positions", k_at)):
+            if at.device.type == "cpu" and at.numel() > 1 and not bool((at[1:] > at[:-1]).all()):
+                i = int((at[1:] <= at[:-1]).nonzero()[0])
+                raise ValueError(f"{name} must increase, but entry {i} is {int(at[i])} and the next {int(at[i + 1])}")
+        device = q_at.device if device is None else torch.device(device)
+        q_at, k_at, begin, end = (x.to(device) for x in (q_at, k_at, begin, end))
+        return cls._between(q_at, k_at, begin, end, _reach(causal, window))
+
+    @classmethod
+    def _between(
+        cls, q_at: Tensor, k_at: Tensor, starts: Tensor, stops: Tensor, reach: tuple[int, int]
+    ) -> IntervalMask:
+        """The mask of positions q_at against k_at within documents; reach = (before, after) in positions."""
+        if starts.numel() == 0:
+            nothing = torch.zeros(q_at.shape[0], dtype=torch.int32, device=q_at.device)
+            return cls.from_rows(nothing, nothing, k_at.shape[0])
+        doc = torch.searchsorted(stops, q_at, right=True)
+        inside = doc < stops.shape[0]
+        doc = doc.clamp(max=stops.shape[0] - 1)
+        inside &= starts[doc] <= q_at
+        lo = torch.where(inside, torch.maximum(q_at - reach[0], starts[doc]), q_at)
+        hi = torch.where(inside, torch.minimum(q_at + reach[1] + 1, stops[doc]), q_at)
+        k_start, k_end = (torch.searchsorted(k_at, x, out_int32=True) for x in (lo, hi))
+        return cls.from_rows(k_start, k_end, k_at.shape[0])
+
+
+def require_disjoint(masks: Sequence[IntervalMask]) -> None:
+    """Raise ValueError, naming the first query, if two bands of one mask share a (query, key) pair."""
+    key = ("disjoint", tuple(id(m) for m in masks))
+    if len(masks) < 2 or key in masks[0].cache:
+        return
+    for b, second in enumerate(masks):
+        for a, first in enumerate(masks[:b]):
+            n = min(first.Tq, second.Tq)
+            lo = torch.maximum(first.k_start[:n], second.k_start[:n])
+            both = lo < torch.minimum(first.k_end[:n], second.k_end[:n])
+            if bool(both.any()):
+                i = int(both.nonzero()[0])
+                raise ValueError(
+                    f"bands {a} and {b} overlap, first at query {i}: both contain key {int(lo[i])}; "
+                    "a pair in two bands would count twice, so cut one of them"
+                )
+    masks[0].cache[key] = tuple(masks[1:])  # holding the others keeps their ids from being reused
+
+
+def _reach(causal: bool, window: int | tuple[int, int] | None) -> tuple[int, int]:
+    """How many positions before and after its own a query sees."""
+    if isinstance(window, tuple):
+        if min(window) < -1:
+            raise ValueError(f"window {window} has a side below -1; use -1 for an unbounded side")
+        left, right = (UNBOUNDED if side == -1 else side for side in window)
+    elif window is not None:
+        if window < 1:
+            raise ValueError(f"window {window} hides a query's own position; use at least 1, or None for no window")
+        left = right = window - 1
+    else:
+        left = right = UNBOUNDED
+    return left, 0 if causal else right
+
+
+def _index_tensor(name: str, values: Indices) -> Tensor:
+    """A list or integer tensor as an int64 tensor on its own device."""
+    if isinstance(values, Tensor):
+        if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} must be a 1-D int32 tensor or a list, not {values.dim()}-D {values.dtype}")
+        return values.long()
+    return torch.tensor([int(x) for x in values], dtype=torch.int64)
+
+
+def _total(cu_name: str, total_name: str, cu: Tensor, total: int | None) -> int:
+    """Check cumulative lengths and return the number of tokens in their buffer."""
+    if cu.numel() == 0:
+        raise ValueError(f"{cu_name} is empty; the cumulative lengths of no documents are [0]")
+    if cu.device.type != "cpu":
+        if total is None:
+            raise ValueError(
+                f"{cu_name} is on {cu.device}, where reading its last entry would wait for the device; "
+                f"pass {total_name} (the number of tokens in the buffer), or give {cu_name} as a list"
+            )
+        return total
+    if int(cu[0]) != 0:
+        raise ValueError(f"{cu_name} must start at 0, not at {int(cu[0])}; prepend the 0")
+    if bool((cu[1:] < cu[:-1]).any()):
+        i = int((cu[1:] < cu[:-1]).nonzero()[0])
+        raise ValueError(
+            f"{cu_name} decreases from {int(cu[i])} (entry {i}) to {int(cu[i + 1])}; it holds cumulative lengths"
+        )
+    last = int(cu[-1])
+    if max(last, total or 0) > INT32_MAX:
+        raise ValueError(f"{cu_name} counts {max(last, total or 0)} tokens, beyond int32 ({INT32_MAX}); split it")
+    if total is not None and total < last:
+        raise ValueError(f"{total_name} is {total}, but {cu_name} ends at {last}; give the whole buffer's length")
+    return last if total is None else total
+
+
+def _documents(starts: Indices, stops: Indices) -> tuple[Tensor, Tensor]:
+    """Checked document ranges as int64 tensors."""
+    begin, end = _index_tensor("starts", starts), _index_tensor("stops", stops)
+    if begin.shape != end.shape:
+        raise ValueError(f"{begin.shape[0]} document starts were given with {end.shape[0]} stops; give one of each")
+    if begin.device.type == "cpu" and begin.numel():
+        ends = torch.stack([begin, end], 1).flatten()
+        if int(ends[0]) < 0 or bool((ends[1:] < ends[:-1]).any()):
+            i = 0 if int(ends[0]) < 0 else int((ends[1:] < ends[:-1]).nonzero()[0] + 1) // 2
+            raise ValueError(
+                f"document {i} is [{int(begin[i])}, {int(end[i])}), which is no range after the documents before it; "
+                "sort the documents and let none overlap"
+            )
+    return begin, end
+
+
+def _validate_form(mask: IntervalMask) -> None:
+    for name in ("k_start", "k_end", "q_start", "q_end"):
+        x = getattr(mask, name)
+        if x.dtype != torch.int32 or x.dim() != 1 or x.device != mask.device:
+            raise ValueError(
+                f"{name} must be a 1-D int32 tensor on {mask.device}, not {x.dim()}-D {x.dtype} on {x.device}"
+            )
+    if mask.k_start.shape != mask.k_end.shape or mask.q_start.shape != mask.q_end.shape:
+        raise ValueError(
+            f"starts and ends differ in length: k_start {mask.k_start.shape[0]}, k_end {mask.k_end.shape[0]}, "
+            f"q_start {mask.q_start.shape[0]}, q_end {mask.q_end.shape[0]}"
+        )
+
+
+def _validate_values(mask: IntervalMask) -> None:
+    for side, start, end, limit in (
+        ("k", mask.k_start, mask.k_end, mask.Tk),
+        ("q", mask.q_start, mask.q_end, mask.Tq),
+    ):
+        for name, x in ((f"{side}_start", start), (f"{side}_end", end)):
+            if x.numel() and (int(x[0]) < 0 or int(x[-1]) > limit or bool((x[1:] < x[:-1]).any())):
+                raise ValueError(
+                    f"{name} must never decrease and stay within 0..{limit}; it runs from {int(x.min())} to "
+                    f"{int(x.max())}; sort tokens by position"
+                )
+        if bool((end < start).any()):
+            i = int((end < start).nonzero()[0])
+            raise ValueError(f"{side}_end[{i}] = {int(end[i])} is below {side}_start[{i}] = {int(start[i])}")
+    seen = int((mask.k_end.long() - mask.k_start.long()).sum()), int((mask.q_end.long() - mask.q_start.long()).sum())
+    if seen[0] != seen[1]:
+        raise ValueError(
+            f"the query side allows {seen[0]} pairs and the key side {seen[1]}; "
+            "build the key side with IntervalMask.from_rows"
+        )
+    mask.cache["pairs"] = seen[0]
