@@ -1,0 +1,162 @@
+"""The description of a decoder: one dataclass for the Llama, Qwen and GPT-2 families.
+
+It is a structured config for OmegaConf (plain types and enums only). Sizes have no defaults: the presets in
+`conf/model/` give them, each with its source.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Positions(Enum):
+    """How a token's position enters: rotated queries and keys (RoFormer, section 3.2), or a learned table (GPT-2)."""
+
+    rotary = "rotary"
+    learned = "learned"
+
+
+class Norm(Enum):
+    """RMSNorm (Zhang and Sennrich 2019, equation 4) or LayerNorm."""
+
+    rms = "rms"
+    layer = "layer"
+
+
+class Mlp(Enum):
+    """`gated`: down(act(gate(x)) * up(x)) (Shazeer 2020, equation 6); `plain`: down(act(up(x)))."""
+
+    gated = "gated"
+    plain = "plain"
+
+
+class Activation(Enum):
+    """The MLP's nonlinearity; `gelu_tanh` is the tanh approximation that GPT-2 uses."""
+
+    silu = "silu"
+    gelu_tanh = "gelu_tanh"
+
+
+@dataclass
+class ModelConfig:
+    """Shapes and switches of a decoder. Call `validate()` before use; `Decoder` does.
+
+    Sizes are counts. `head_dim` need not be hidden / heads. `max_positions` is the longest document, in tokens, that
+    the model takes (with learned positions also the size of the table). `rope_theta` belongs to rotary positions
+    alone and has no default, because a wrong base goes unnoticed. `rope_factor` stretches rotary wavelengths that
+    are long against `rope_original_positions` by the Llama 3.1 rule (None: no stretching).
+    `window` holds the attention window of each layer, None for unlimited; a shorter list is repeated over the layers.
+    """
+
+    vocab_size: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    max_positions: int
+    norm_eps: float
+    tied_embeddings: bool
+    positions: Positions = Positions.rotary
+    rope_theta: float | None = None
+    rope_factor: float | None = None
+    rope_original_positions: int | None = None
+    norm: Norm = Norm.rms
+    mlp: Mlp = Mlp.gated
+    activation: Activation = Activation.silu
+    bias: bool = False  # every linear layer but the language-model head (GPT-2)
+    qkv_bias: bool = False  # queries, keys and values only (Qwen2.5)
+    qk_norm: bool = False  # RMSNorm of each query and key head before rotation (Qwen3)
+    window: list[int | None] | None = None
+    softcap: float | None = None  # attention logits become softcap * tanh(logits / softcap)
+    sink: bool = False  # a learned logit for each head that joins the softmax and carries no value
+    softmax_scale: float | None = None  # None: head_dim ** -0.5
+    init_std: float = 0.02
+    recompute: bool = False  # activation checkpointing around attention, never of attention itself
+    attention: str = "auto"  # the kernels' backend
+
+    def validate(self) -> None:
+        """Raises ValueError, with the numbers, if no decoder can be built from these values."""
+        sizes = ("vocab_size", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "max_positions")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+        for name in ("norm_eps", "init_std", "softcap", "softmax_scale"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"model.{name}={value} must be a positive number")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}; "
+                f"every key head serves the same number of query heads"
+            )
+        self._validate_positions()
+        self._validate_window()
+
+    def _validate_positions(self) -> None:
+        if self.positions is Positions.learned:
+            for name in ("rope_theta", "rope_factor", "rope_original_positions"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"model.{name}={getattr(self, name)} has no use with learned positions; "
+                        f"set it to null or model.positions=rotary"
+                    )
+            return
+        if self.rope_theta is None or not 1 < self.rope_theta < float("inf"):
+            raise ValueError(
+                f"model.rope_theta={self.rope_theta} must be above 1 with rotary positions; take the base that the "
+                f"model family uses (10000, 500000, 1000000) or set model.positions=learned"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"model.head_dim={self.head_dim} is odd, but rotary positions rotate pairs of channels; "
+                f"use {self.head_dim + 1} or model.positions=learned"
+            )
+        factor, original = self.rope_factor, self.rope_original_positions
+        if (factor is None) != (original is None):
+            raise ValueError(
+                f"model.rope_factor={factor} and model.rope_original_positions={original} belong together; "
+                f"set both or neither"
+            )
+        if factor is not None and original is not None and (not 1 <= factor < float("inf") or original < 1):
+            raise ValueError(
+                f"model.rope_factor={factor} and model.rope_original_positions={original} must both be at least 1"
+            )
+
+    def _validate_window(self) -> None:
+        if self.window is None:
+            return
+        length = len(self.window)
+        if length == 0 or self.layers % length:
+            raise ValueError(
+                f"model.window lists {length} layers, which does not divide model.layers={self.layers}; "
+                f"the list is repeated over the layers, so give a length that divides {self.layers}, or null"
+            )
+        for window in self.window:
+            if window is not None and window < 1:
+                raise ValueError(
+                    f"model.window={list(self.window)} has {window}; a window counts the query's own position, "
+                    f"so it is at least 1 (null: unlimited)"
+                )
+
+    def layer_windows(self) -> list[int | None]:
+        """The attention window of each layer, in tokens; `len(...) == layers`."""
+        if self.window is None:
+            return [None] * self.layers
+        return list(self.window) * (self.layers // len(self.window))
+
+    def scale(self) -> float:
+        """The factor on attention logits: `softmax_scale`, or head_dim ** -0.5."""
+        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    def check_lengths(self, longest: int) -> None:
+        """Refuses a batch whose longest document, in tokens, passes `max_positions`; needs no look at the device.
+
+        Raises ValueError with both numbers.
+        """
+        if longest > self.max_positions:
+            raise ValueError(
+                f"a document of {longest} tokens needs positions up to {longest - 1}, but "
+                f"model.max_positions={self.max_positions}; split documents at {self.max_positions} tokens or set "
+                f"model.max_positions={longest}"
+            )
