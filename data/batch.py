@@ -1,0 +1,135 @@
+"""One optimiser step's packed rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from data.packing import Piece
+from data.sources import Source
+from parallel.plan.layout import PackedLayout
+
+IGNORE = -100  # label of a token that predicts nothing; cross_entropy's default ignore_index
+
+
+class PackedDocument(NamedTuple):
+    """Where a document of a batch comes from: tokens `start` to `stop` of the source's document `document`."""
+
+    row: int
+    name: str
+    epoch: int
+    document: int
+    start: int
+    stop: int
+    whole: bool  # False for a part of a document that was cut at a row's end
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Packed rows with everything that a step needs to know of them.
+
+    Attributes:
+        tokens: [rows, seq_len]; 0 in padding.
+        labels: [rows, seq_len], the token that each one predicts: the next of the same source document, also across
+            a cut, so that splitting a row over ranks or a document over rows loses none; -100 at a source document's
+            end and in padding.
+        positions: [rows, seq_len], from 0 in each document of the layout; 0 in padding.
+        layout: the boundaries, of the rows laid end to end.
+        documents: the layout's documents, in order.
+        byte_ids: ids below this are one byte of text each; 0 where the tokens are no bytes.
+    """
+
+    tokens: Int64[Tensor, "rows seq_len"]
+    labels: Int64[Tensor, "rows seq_len"]
+    positions: Int64[Tensor, "rows seq_len"]
+    layout: PackedLayout
+    documents: tuple[PackedDocument, ...]
+    byte_ids: int
+
+    @property
+    def rows(self) -> int:
+        return self.layout.num_rows
+
+    @property
+    def seq_len(self) -> int:
+        return self.layout.row_length
+
+    @cached_property
+    def label_tokens(self) -> int:
+        """Labels that count towards the loss."""
+        return int((self.labels >= 0).sum())
+
+    @cached_property
+    def predicted_bytes(self) -> int:
+        """Labels that are a byte of text (the end of a document is none): the unit of bits per byte."""
+        return int(((self.labels >= 0) & (self.labels < self.byte_ids)).sum())
+
+    @property
+    def padding_tokens(self) -> int:
+        return self.layout.padding_tokens
+
+    @property
+    def num_documents(self) -> int:
+        return self.layout.num_documents
+
+    @property
+    def cut_documents(self) -> int:
+        """Documents of the layout that are only a part of a source document."""
+        return sum(not document.whole for document in self.documents)
+
+    def select_rows(self, start: int, stop: int) -> "PackedBatch":
+        """Rows `start` to `stop` (half-open) as a batch of their own. ValueError for rows that are not there."""
+        layout = self.layout.select_rows(start, stop)
+        documents = tuple(d._replace(row=d.row - start) for d in self.documents if start <= d.row < stop)
+        return PackedBatch(
+            self.tokens[start:stop],
+            self.labels[start:stop],
+            self.positions[start:stop],
+            layout,
+            documents,
+            self.byte_ids,
+        )
+
+    def micro_batches(self, n: int) -> list["PackedBatch"]:
+        """`n` batches of rows / n rows each, in order.
+
+        Raises:
+            ValueError: n does not divide the rows.
+        """
+        if n < 1 or self.rows % n:
+            divisors = ", ".join(str(d) for d in range(1, self.rows + 1) if self.rows % d == 0)
+            raise ValueError(f"{self.rows} rows do not split into {n} micro-batches; use one of {divisors}")
+        step = self.rows // n
+        return [self.select_rows(start, start + step) for start in range(0, self.rows, step)]
+
+
+def build_batch(source: Source, rows: Sequence[Sequence[Piece]], seq_len: int, byte_ids: int) -> PackedBatch:
+    """Read the pieces that each row holds; an empty row is all padding."""
+    pieces = [piece for row in rows for piece in row]
+    layout = PackedLayout.from_lengths([p.length for p in pieces], [len(row) for row in rows], seq_len)
+    tokens = np.zeros(layout.total_tokens, np.int64)
+    labels = np.full(layout.total_tokens, IGNORE, np.int64)
+    documents = []
+    for row, piece, start, stop in zip(layout.rows.tolist(), pieces, layout.starts.tolist(), layout.stops.tolist()):
+        length = source.length(piece.document)
+        more = piece.stop < length  # a cut piece's last token predicts the first of the next piece
+        ids = source.tokens(piece.document, piece.start, piece.stop + more)
+        tokens[start:stop] = ids[: stop - start]
+        labels[start : start + len(ids) - 1] = ids[1:]
+        whole = piece.length == length
+        name = source.name(piece.document)
+        documents.append(PackedDocument(row, name, piece.epoch, piece.document, piece.start, piece.stop, whole))
+    shape = (len(rows), seq_len)
+    return PackedBatch(
+        torch.from_numpy(tokens).view(shape),
+        torch.from_numpy(labels).view(shape),
+        torch.from_numpy(layout.positions()).view(shape),
+        layout,
+        tuple(documents),
+        byte_ids if source.counts_bytes else 0,
+    )

@@ -1,0 +1,166 @@
+"""Packed batches, one per optimiser step, the same for every number of ranks.
+
+loader = PackedLoader(DataConfig(), vocab_size=258, seed=0)
+batch = loader.batch(0)                    # every rank asks for the same batch and takes its share of it
+for part in batch.micro_batches(2): ...
+held_out = PackedLoader(DataConfig(), vocab_size=258, seed=0, split="eval")
+for batch in held_out: ...                 # the same rows each time
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.batch import PackedBatch, build_batch
+from data.config import DataConfig
+from data.packing import PACKINGS, Piece
+from data.sources import open_source
+from data.split import DocumentOrder, split_documents
+from data.tokenizer import TOKENIZERS
+
+SPLITS = ("train", "eval")
+_STATE = 1
+
+
+class PackedLoader:
+    """Documents of one split, packed into rows.
+
+    The train split has no end: each pass over the documents takes every one exactly once, in an order drawn from
+    (seed, epoch). The eval split is one pass over the held-out documents in an order that no seed changes, cut to
+    `config.eval_rows` rows. Neither knows of ranks or micro-batches: those split the batch that is the same for all.
+
+    Args:
+        config: what to read and how to pack it.
+        vocab_size: ids that the model knows.
+        seed: at least 0; the train split's order, and the documents of a synthetic source.
+        split: train or eval.
+
+    Raises:
+        ValueError: a value or a document that cannot work; all documents are checked here, before training.
+    """
+
+    def __init__(self, config: DataConfig, vocab_size: int, seed: int, split: str = "train") -> None:
+        config.validate()
+        if split not in SPLITS:
+            raise ValueError(f"split={split!r} is unknown; choose one of {', '.join(SPLITS)}")
+        if seed < 0:
+            raise ValueError(f"seed={seed}; give 0 or more")
+        self._tokenizer = TOKENIZERS[config.tokenizer]()
+        if self._tokenizer.vocab_size > vocab_size:
+            raise ValueError(
+                f"tokenizer has {self._tokenizer.vocab_size} ids, model.vocab_size={vocab_size}; "
+                f"set model.vocab_size={self._tokenizer.vocab_size} or more"
+            )
+        if split == "eval" and config.eval_fraction == 0:
+            raise ValueError("data.eval_fraction=0 holds out no documents; raise it to evaluate")
+        self.config = copy.deepcopy(config)
+        self.split = split
+        self.vocab_size = vocab_size
+        self._seed = seed if split == "train" else 0
+        # Drawn documents: the evaluation reads another stream, the same for every seed.
+        self.source = open_source(config, self._tokenizer, vocab_size, 2 * seed + 2 if split == "train" else 1)
+        self.indices: NDArray[np.int64] | None = None  # the split's documents; None where they never end
+        if self.source.size is not None:
+            self.indices = split_documents(self.source, config.eval_fraction)[SPLITS.index(split)]
+        self._restart()
+
+    def _restart(self) -> None:
+        self._step = 0
+        self._order = DocumentOrder(self.source, self.indices, self._seed, once=self.split == "eval")
+        self._packer = PACKINGS[self.config.packing](self.config.seq_len, self.config.lookahead)
+
+    def batch(self, step: int) -> PackedBatch:
+        """The batch of optimiser step `step`, counted from 0. Asking in order costs least: a later step packs the
+        lengths of those between, an earlier one packs again from the first.
+
+        Raises:
+            ValueError: a negative step, or one past the end of the eval split.
+        """
+        if step < 0:
+            raise ValueError(f"step={step}; steps count from 0")
+        if step < self._step:
+            self._restart()
+        while self._step < step:
+            if not self._next_rows():
+                break
+        rows = self._next_rows() if self._step == step else []
+        if not rows:
+            raise ValueError(f"step={step} is past the end of the {self.split} split's {self._step} batches")
+        return build_batch(self.source, rows, self.config.seq_len, self._tokenizer.byte_ids)
+
+    def _next_rows(self) -> list[list[Piece]]:
+        """The pieces of the next batch's rows; an empty list at the end of the eval split."""
+        wanted = self.config.rows
+        if self.split == "eval":
+            wanted = min(wanted, self.config.eval_rows - self._step * self.config.rows)
+        rows = [self._packer.row(self._order.pull) for _ in range(wanted)]
+        if not any(rows):
+            return []
+        self._step += 1
+        # The shape never changes: an evaluation that ends early fills its last batch with padding.
+        return rows + [[]] * (self.config.rows - len(rows))
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        """Train: the batches from here on, without end. Eval: all of them, from the first."""
+        if self.split == "eval":
+            self._restart()
+        while True:
+            rows = self._next_rows()
+            if not rows:
+                return
+            yield build_batch(self.source, rows, self.config.seq_len, self._tokenizer.byte_ids)
+
+    @property
+    def step(self) -> int:
+        """The step of the batch that comes next, from 0."""
+        return self._step
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the documents that are complete or under way, counted from 0."""
+        return self._order.epoch
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the stream of batches is a function of; the corpus by its documents' names and lengths."""
+        config = self.config
+        keys = ("source", "seq_len", "rows", "packing", "lookahead", "eval_fraction", "tokenizer")
+        return {
+            "corpus": self.source.fingerprint(),
+            "split": self.split,
+            "seed": self._seed,
+            **{key: getattr(config, key) for key in keys},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, as JSON-able data: small, whatever the corpus, and the same on every rank."""
+        return {
+            "format": _STATE,
+            "fingerprint": self.fingerprint(),
+            "step": self._step,
+            "epoch": self._order.epoch,
+            "cursor": self._order.cursor,
+            "pending": [list(piece) for piece in self._packer.pending()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on exactly where `state_dict` stood.
+
+        Raises:
+            ValueError: a state of another corpus or configuration; the sentence lists what differs.
+        """
+        if state.get("format") != _STATE:
+            raise ValueError(f"the loader's state has format {state.get('format')!r}, expected {_STATE}")
+        saved, now = state["fingerprint"], self.fingerprint()
+        differing = [f"{key} was {saved.get(key)!r}, is {now[key]!r}" for key in now if saved.get(key) != now[key]]
+        if differing:
+            raise ValueError(
+                f"the loader's state is of another stream of batches ({'; '.join(differing)}); "
+                "restore these values, or start a new run"
+            )
+        self._restart()
+        self._step = state["step"]
+        self._order.seek(state["epoch"], state["cursor"])
+        self._packer.restore([Piece(*piece) for piece in state["pending"]])
