@@ -48,11 +48,11 @@ class PackedLoader:
             raise ValueError(f"split={split!r} is unknown; choose one of {', '.join(SPLITS)}")
         if seed < 0:
             raise ValueError(f"seed={seed}; give 0 or more")
-        self._tokenizer = TOKENIZERS[config.tokenizer]()
-        if self._tokenizer.vocab_size > vocab_size:
+        self.tokenizer = TOKENIZERS[config.tokenizer]()
+        if self.tokenizer.vocab_size > vocab_size:
             raise ValueError(
-                f"tokenizer has {self._tokenizer.vocab_size} ids, model.vocab_size={vocab_size}; "
-                f"set model.vocab_size={self._tokenizer.vocab_size} or more"
+                f"tokenizer has {self.tokenizer.vocab_size} ids, model.vocab_size={vocab_size}; "
+                f"set model.vocab_size={self.tokenizer.vocab_size} or more"
             )
         if split == "eval" and config.eval_fraction == 0:
             raise ValueError("data.eval_fraction=0 holds out no documents; raise it to evaluate")
@@ -61,7 +61,7 @@ class PackedLoader:
         self.vocab_size = vocab_size
         self._seed = seed if split == "train" else 0
         # Drawn documents: the evaluation reads another stream, the same for every seed.
-        self.source = open_source(config, self._tokenizer, vocab_size, 2 * seed + 2 if split == "train" else 1)
+        self.source = open_source(config, self.tokenizer, vocab_size, 2 * seed + 2 if split == "train" else 1)
         self.indices: NDArray[np.int64] | None = None  # the split's documents; None where they never end
         if self.source.size is not None:
             self.indices = split_documents(self.source, config.eval_fraction)[SPLITS.index(split)]
@@ -69,8 +69,9 @@ class PackedLoader:
 
     def _restart(self) -> None:
         self._step = 0
-        self._order = DocumentOrder(self.source, self.indices, self._seed, once=self.split == "eval")
         self._packer = PACKINGS[self.config.packing](self.config.seq_len, self.config.lookahead)
+        part = self.config.seq_len if self._packer.shuffles_parts else None
+        self._order = DocumentOrder(self.source, self.indices, self._seed, part, once=self.split == "eval")
 
     def batch(self, step: int) -> PackedBatch:
         """The batch of optimiser step `step`, counted from 0. Asking in order costs least: a later step packs the
@@ -89,7 +90,7 @@ class PackedLoader:
         rows = self._next_rows() if self._step == step else []
         if not rows:
             raise ValueError(f"step={step} is past the end of the {self.split} split's {self._step} batches")
-        return build_batch(self.source, rows, self.config.seq_len, self._tokenizer.byte_ids)
+        return build_batch(self.source, rows, self.config.seq_len, self.tokenizer.byte_ids)
 
     def _next_rows(self) -> list[list[Piece]]:
         """The pieces of the next batch's rows; an empty list at the end of the eval split."""
@@ -111,7 +112,7 @@ class PackedLoader:
             rows = self._next_rows()
             if not rows:
                 return
-            yield build_batch(self.source, rows, self.config.seq_len, self._tokenizer.byte_ids)
+            yield build_batch(self.source, rows, self.config.seq_len, self.tokenizer.byte_ids)
 
     @property
     def step(self) -> int:
@@ -128,6 +129,7 @@ class PackedLoader:
         config = self.config
         keys = ("source", "seq_len", "rows", "packing", "lookahead", "eval_fraction", "tokenizer")
         return {
+            "documents": self.source.size,
             "corpus": self.source.fingerprint(),
             "split": self.split,
             "seed": self._seed,

@@ -1,7 +1,7 @@
 """How documents are put into rows. A packer decides from lengths alone; tokens are read once the rows are known.
 
 A packer fills one row at a time and holds back a bounded number of pieces, so its whole state is that short list. A
-document longer than a row continues at the start of the next row as a new document there.
+document longer than a row is cut into parts that are documents of their own in the rows where they lie.
 """
 
 import itertools
@@ -28,11 +28,17 @@ class Piece(NamedTuple):
         return self._replace(stop=self.start + tokens), self._replace(start=self.start + tokens)
 
 
-Pull = Callable[[], Piece | None]  # the next document, whole; None once there are no more
+Pull = Callable[[], Piece | None]  # the next document or part of one; None once there are no more
 
 
 class Packer(Protocol):
-    """Fills rows of `row_length` tokens, holding back at most `lookahead` pieces."""
+    """Fills rows of `row_length` tokens, holding back at most `lookahead` pieces.
+
+    `shuffles_parts`: whether the parts of an over-long document may be shuffled like documents before they come here,
+    as no row needs its neighbour. A packer takes over-long pieces too, and puts their parts into consecutive rows.
+    """
+
+    shuffles_parts: bool
 
     def __init__(self, row_length: int, lookahead: int) -> None: ...
 
@@ -55,6 +61,8 @@ class BestFit:
     Source: best-fit bin packing over a bounded pool, after "Fewer Truncations Improve Language Modeling",
     arXiv 2404.10830.
     """
+
+    shuffles_parts = True
 
     def __init__(self, row_length: int, lookahead: int) -> None:
         self.row_length = row_length
@@ -121,6 +129,8 @@ class _Queue:
 class Stream(_Queue):
     """Documents end to end, cut where a row ends: no padding, and one cut for nearly every row."""
 
+    shuffles_parts = False
+
     def row(self, pull: Pull) -> list[Piece]:
         row: list[Piece] = []
         room = self.row_length
@@ -135,6 +145,8 @@ class Stream(_Queue):
 
 class Padded(_Queue):
     """One document a row, the rest padding: the baseline that packing is measured against."""
+
+    shuffles_parts = True
 
     def row(self, pull: Pull) -> list[Piece]:
         piece = self._next(pull)
