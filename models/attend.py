@@ -1,8 +1,7 @@
 """Attention as the decoder sees it: a function that is handed in, so that a distributed one can replace the local."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from jaxtyping import Float
@@ -22,10 +21,8 @@ class AttentionContext:
     sink: Tensor | None
 
 
-class Attend(Protocol):
-    """`attend(q[T, H, D], k[T, Hkv, D], v[T, Hkv, D], ctx) -> out[T, H, D]`, causal inside each document."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttentionContext) -> Tensor: ...
+# `attend(q[T, H, D], k[T, Hkv, D], v[T, Hkv, D], ctx) -> out[T, H, D]`, causal inside each document.
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionContext], Tensor]
 
 
 class LocalAttention:

@@ -15,43 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.attend import Attend, AttentionContext
-from models.config import Activation, Mlp, ModelConfig, Norm, Positions
+from models.config import Activation, Mlp, ModelConfig, Positions
 from models.initialise import initialise
 from models.loss import chunked_cross_entropy
+from models.norm import RMSNorm, make_norm
 from models.rotary import angles, frequencies, rotate
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x**2) + eps) * weight, over the last dim, in fp32 (fp64 for fp64); returns x's dtype."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
-
-
-class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(var + eps) * weight + bias, over the last dim, in fp32 (fp64 for fp64); returns x's dtype."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        weight, bias = self.weight.to(wide), self.bias.to(wide)
-        return F.layer_norm(x.to(wide), self.weight.shape, weight, bias, self.eps).to(x.dtype)
-
-
-def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
-    kind = RMSNorm if config.norm is Norm.rms else LayerNorm
-    return kind(config.hidden, config.norm_eps)
 
 
 class SelfAttention(nn.Module):

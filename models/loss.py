@@ -139,8 +139,7 @@ def _d_logits(logits: Tensor, lse: Tensor, labels: Tensor, upstream: Tensor, sof
     """The gradient of the uncapped logits `[rows, V]`; overwrites `logits`."""
     slope = None if softcap is None else logits.div(softcap).square_().neg_().add_(1.0)
     grad = logits.sub_(lse.unsqueeze(1)).exp_()
-    one = torch.ones((), dtype=grad.dtype, device=grad.device)
-    grad.scatter_add_(1, labels.long().unsqueeze(1), -one.expand(labels.shape[0], 1))
+    grad[torch.arange(labels.shape[0], device=labels.device), labels.long()] -= 1.0
     grad.mul_(upstream.unsqueeze(1))
     return grad if slope is None else grad.mul_(slope)
 
