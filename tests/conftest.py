@@ -1,0 +1,38 @@
+"""Fixtures that several floors share: a run small enough to train in a second."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data.config import DataConfig
+from models.config import ModelConfig
+from training.config import Config, OptimConfig, RunConfig, WandbConfig, WandbMode
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> Callable[..., Config]:
+    """`make_config(run={"steps": 5}, data={...}, ...)`: a Config of a two-layer model on 80 short documents."""
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(
+        "".join(json.dumps({"text": "to be or not " * (1 + n % 5) + "x" * (n % 23)}) + "\n" for n in range(80))
+    )
+
+    def make(**changes: dict) -> Config:
+        config = Config(
+            model=ModelConfig(
+                vocab_size=258, layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, max_positions=256,
+                norm_eps=1e-5, tied_embeddings=True, rope_theta=10000.0,
+            ),
+            data=DataConfig(source="files", paths=[str(corpus)], seq_len=96, rows=4, eval_rows=2, eval_fraction=0.1),
+            optim=OptimConfig(lr=1e-2, warmup_steps=2),
+            run=RunConfig(steps=6, dir=str(tmp_path / "run"), eval_every=0, save_every=0, device="cpu"),
+            wandb=WandbConfig(mode=WandbMode.disabled),
+        )  # fmt: skip
+        for section, values in changes.items():
+            setattr(config, section, dataclasses.replace(getattr(config, section), **values))
+        return config
+
+    return make

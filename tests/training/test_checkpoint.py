@@ -1,0 +1,123 @@
+"""A checkpoint is complete or ignored, whatever moment the process dies at."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from training import checkpoint as ck
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def trained(seed: int = 0, width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(3):
+        model(torch.randn(5, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_round_trip_is_bitwise(tmp_path):
+    model, optimizer = trained()
+    path = ck.save_checkpoint(tmp_path, 7, model, optimizer, {"note": "x"}, keep=2)
+    other, other_optimizer = trained(seed=1)
+    ck.load_checkpoint(path, other, other_optimizer)
+    assert ck.load_state(path) == {"step": 7, "note": "x"}
+    for (name, a), b in zip(model.named_parameters(), other.parameters()):
+        assert torch.equal(a, b), name
+        for kind, value in optimizer.state[a].items():
+            assert torch.equal(value, other_optimizer.state[b][kind]), (name, kind)
+
+
+def test_tied_weights_survive(tmp_path):
+    model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
+    model["b"].weight = model["a"].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    path = ck.save_checkpoint(tmp_path, 1, model, optimizer, {}, keep=1)
+    wanted = model["a"].weight.detach().clone()
+    with torch.no_grad():
+        model["a"].weight.zero_()
+    ck.load_checkpoint(path, model, optimizer)
+    assert torch.equal(model["b"].weight, wanted) and model["a"].weight is model["b"].weight
+
+
+def test_keeps_the_last_k_and_removes_leftovers(tmp_path):
+    model, optimizer = trained()
+    (tmp_path / ".writing_step_00000001").mkdir()
+    (tmp_path / "step_00000002").mkdir()  # renamed, but killed before its marker
+    for step in (3, 4, 5):
+        ck.save_checkpoint(tmp_path, step, model, optimizer, {}, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000004", "step_00000005"]
+
+
+@pytest.mark.parametrize("damage", ["no marker", "short file", "missing file", "broken marker"])
+def test_incomplete_newest_is_passed_over(tmp_path, damage):
+    model, optimizer = trained()
+    ck.save_checkpoint(tmp_path, 1, model, optimizer, {}, keep=5)
+    newest = ck.save_checkpoint(tmp_path, 2, model, optimizer, {}, keep=5)
+    if damage == "no marker":
+        (newest / ck.MARKER).unlink()
+    elif damage == "short file":
+        os.truncate(newest / "model.safetensors", 10)
+    elif damage == "missing file":
+        (newest / "optimizer.safetensors").unlink()
+    else:
+        (newest / ck.MARKER).write_text('{"model.saf')
+    assert [p.name for p in ck.complete_checkpoints(tmp_path)] == ["step_00000001"]
+
+
+def test_other_model_is_named(tmp_path):
+    path = ck.save_checkpoint(tmp_path, 1, *trained(), {}, keep=1)
+    with pytest.raises(ValueError, match=r"another model: 0.bias is shape \[4\] there and shape \[6\] here"):
+        ck.load_checkpoint(path, *trained(width=6))
+
+
+SAVE_FOREVER = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+from training.checkpoint import save_checkpoint
+torch.manual_seed(0)
+model = nn.Linear(300, 300)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(1, 10**6):
+    with torch.no_grad():
+        model.weight.fill_(step)
+    save_checkpoint(Path(sys.argv[1]), step, model, optimizer, {"step_again": step}, keep=2)
+    print(step, flush=True)
+"""
+
+
+def test_killed_while_saving_five_times_always_leaves_a_complete_one(tmp_path):
+    """SIGKILL at random moments of a loop that does nothing but save."""
+    rng = random.Random(0)
+    for attempt in range(5):
+        folder = tmp_path / str(attempt)
+        child = subprocess.Popen(
+            [sys.executable, "-c", SAVE_FOREVER, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(rng.uniform(0.0, 0.3))
+        child.send_signal(signal.SIGKILL)
+        printed = child.stdout.read().split()
+        child.wait()
+        done = int(printed[-1]) if printed else 1
+        newest = ck.complete_checkpoints(folder)[-1]
+        state = ck.load_state(newest)
+        assert state["step"] == state["step_again"] >= done
+        model = nn.Linear(300, 300)
+        ck.load_checkpoint(newest, model, torch.optim.AdamW(model.parameters()))
+        assert torch.equal(model.weight, torch.full((300, 300), float(state["step"])))

@@ -1,0 +1,146 @@
+"""Checkpoints that are complete or ignored.
+
+A checkpoint is a folder `step_<n>` of safetensors and JSON, written to a temporary name, synced, renamed, and only then
+marked complete; a kill at any moment leaves the previous one usable. Nothing is pickled.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+MARKER = "COMPLETE"
+
+
+def save_checkpoint(
+    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: int
+) -> Path:
+    """Write `folder/step_<step>` and drop all but the newest `keep` complete checkpoints.
+
+    Args:
+        state: what else a resumed run needs, JSON-able (data position, counters, configuration, tracker id).
+
+    Returns:
+        The checkpoint's path.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    target, temporary = folder / f"step_{step:08d}", folder / f".writing_step_{step:08d}"
+    for leftover in folder.glob(".writing_*"):
+        shutil.rmtree(leftover)
+    temporary.mkdir()
+    _write_tensors(temporary / "model.safetensors", _own_tensors(model))
+    _write_tensors(temporary / "optimizer.safetensors", _optimizer_tensors(model, optimizer))
+    _write_text(temporary / "state.json", json.dumps({"step": step, **state}, indent=1))
+    sizes = {p.name: p.stat().st_size for p in sorted(temporary.iterdir())}
+    _sync_folder(temporary)
+    if target.exists():
+        _remove(target)
+    os.rename(temporary, target)
+    _sync_folder(folder)
+    _write_text(target / MARKER, json.dumps(sizes))
+    _sync_folder(target)
+    for old in complete_checkpoints(folder)[:-keep]:
+        _remove(old)
+    for broken in folder.glob("step_*"):
+        if broken < target and not (broken / MARKER).exists():
+            shutil.rmtree(broken)
+    return target
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints whose marker is there and whose files have the sizes it names, oldest first."""
+    return [p for p in sorted(folder.glob("step_*")) if _is_complete(p)]
+
+
+def load_state(checkpoint: Path) -> dict[str, Any]:
+    """The JSON part of a checkpoint, `step` included."""
+    return json.loads((checkpoint / "state.json").read_text())
+
+
+def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read weights and optimiser state back, bit for bit.
+
+    Raises:
+        ValueError: the tensors there are not this model's; names the first that differs.
+    """
+    found = load_file(checkpoint / "model.safetensors")
+    _check_same(
+        checkpoint,
+        {k: tuple(v.shape) for k, v in found.items()},
+        {k: tuple(v.shape) for k, v in _own_tensors(model).items()},
+    )
+    model.load_state_dict(found, strict=False)
+    device = next(model.parameters()).device
+    states: dict[str, dict[str, Tensor]] = {}
+    with safe_open(checkpoint / "optimizer.safetensors", framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 - not a dict
+            kind, name = key.split("/", 1)
+            states.setdefault(name, {})[kind] = file.get_tensor(key)
+    for name, parameter in model.named_parameters():
+        if name in states:
+            optimizer.state[parameter] = {k: v.to(device) for k, v in states[name].items()}
+
+
+def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    # a tied weight is one tensor under two names: keep the first, as safetensors refuses shared memory
+    own: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            own[name] = tensor.detach()
+    return own
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    named = {p: n for n, p in model.named_parameters()}
+    return {f"{kind}/{named[p]}": t for p, values in optimizer.state.items() for kind, t in values.items()}
+
+
+def _check_same(checkpoint: Path, found: dict[str, tuple], wanted: dict[str, tuple]) -> None:
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            there = f"shape {list(found[name])}" if name in found else "absent"
+            here = f"shape {list(wanted[name])}" if name in wanted else "absent"
+            raise ValueError(f"{checkpoint} is a checkpoint of another model: {name} is {there} there and {here} here.")
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        sizes = json.loads((path / MARKER).read_text())
+        return all((path / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    save_file({k: v.contiguous() for k, v in tensors.items()}, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(checkpoint: Path) -> None:
+    # the marker goes first, so that a kill halfway leaves nothing that looks complete
+    (checkpoint / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint)

@@ -1,0 +1,222 @@
+"""The typed configuration of a run: what Hydra composes, checked before anything starts.
+
+Every key has a type, so a misspelt key or a wrong type dies in a second and names itself. `Config` is plain data once
+composed; nothing below reads Hydra.
+"""
+
+import dataclasses
+import enum
+import hashlib
+import json
+from dataclasses import dataclass, field
+
+from data.config import DataConfig
+from data.tokenizer import TOKENIZERS
+from models.config import ModelConfig
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run, in one sentence with the numbers and a way out."""
+
+
+class Schedule(enum.Enum):
+    cosine = "cosine"
+    wsd = "wsd"
+
+
+class Precision(enum.Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class Resume(enum.Enum):
+    auto = "auto"
+    must = "must"
+    never = "never"
+
+
+class NonFinite(enum.Enum):
+    stop = "stop"
+    skip = "skip"
+
+
+class WandbMode(enum.Enum):
+    auto = "auto"
+    online = "online"
+    offline = "offline"
+    disabled = "disabled"
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = 3e-3  # peak learning rate
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # on matrices only; never on norms, biases, sinks or embeddings
+    clip_norm: float | None = 1.0  # global gradient norm; null: no clipping
+    schedule: Schedule = Schedule.cosine  # cosine: warm up, then half a cosine; wsd: warm up, stay, decay linearly
+    warmup_steps: int = 20
+    decay_steps: int = 0  # wsd: length of the final decay, in steps
+    min_lr_ratio: float = 0.1  # learning rate at the last step, as a share of the peak
+
+    def validate(self, steps: int) -> None:
+        """Raise ConfigError for values that no run could use."""
+        if not self.lr > 0:
+            raise ConfigError(f"optim.lr={self.lr} must be above 0.")
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise ConfigError(f"optim.betas={list(self.betas)} must be two numbers in [0, 1).")
+        if not self.eps > 0:
+            raise ConfigError(f"optim.eps={self.eps} must be above 0.")
+        if not self.weight_decay >= 0:
+            raise ConfigError(f"optim.weight_decay={self.weight_decay} must be 0 or more.")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"optim.clip_norm={self.clip_norm} must be above 0; null turns clipping off.")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ConfigError(f"optim.min_lr_ratio={self.min_lr_ratio} must lie in [0, 1].")
+        if self.warmup_steps < 0 or self.decay_steps < 0:
+            raise ConfigError(
+                f"optim.warmup_steps={self.warmup_steps} and optim.decay_steps={self.decay_steps} must be 0 or more."
+            )
+        if self.schedule is Schedule.cosine and self.decay_steps:
+            raise ConfigError(
+                f"optim.decay_steps={self.decay_steps} belongs to optim.schedule=wsd; with cosine it would be ignored."
+            )
+        if self.schedule is Schedule.wsd and self.warmup_steps + self.decay_steps > steps:
+            raise ConfigError(
+                f"optim.warmup_steps={self.warmup_steps} and optim.decay_steps={self.decay_steps} exceed "
+                f"run.steps={steps}; shorten them or train longer."
+            )
+
+
+@dataclass
+class RunConfig:
+    """One run: how long, where to, how often to look and to save."""
+
+    name: str = "run"  # the run folder is named <name>-<hash of the configuration>
+    steps: int = 300  # optimiser steps: the schedule's horizon
+    stop_at: int | None = None  # end this invocation after this step, saving; the schedule does not change
+    accumulate: int = 1  # micro-batches per optimiser step; divides data.rows
+    seed: int = 0
+    device: str = "auto"  # auto: cuda when there is one, else cpu
+    precision: Precision = Precision.fp32  # bf16: autocast; weights, gradients and optimiser stay fp32
+    nonfinite: NonFinite = NonFinite.stop  # a NaN or infinite loss or gradient: stop, or skip the step and count it
+    dir: str | None = None  # the run folder; null: runs/<name>-<hash>
+    resume: Resume = Resume.auto  # auto: the newest complete checkpoint if any; must: fail without one; never: anew
+    eval_every: int = 100  # steps between evaluations; the last step always evaluates; 0: only the last
+    save_every: int = 100  # steps between checkpoints; the last step always saves; 0: only the last
+    keep: int = 2  # checkpoints kept
+    log_every: int = 10  # steps between printed lines where the output is no terminal
+
+    def validate(self, rows: int) -> None:
+        """Raise ConfigError for values that no run could use."""
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ConfigError(f"run.name={self.name!r} must be a plain folder name.")
+        for key, least in (
+            ("steps", 1),
+            ("accumulate", 1),
+            ("keep", 1),
+            ("log_every", 1),
+            ("eval_every", 0),
+            ("save_every", 0),
+            ("seed", 0),
+        ):
+            if getattr(self, key) < least:
+                raise ConfigError(f"run.{key}={getattr(self, key)} must be {least} or more.")
+        if self.stop_at is not None and not 1 <= self.stop_at <= self.steps:
+            raise ConfigError(f"run.stop_at={self.stop_at} must lie between 1 and run.steps={self.steps}.")
+        if rows % self.accumulate:
+            raise ConfigError(
+                f"run.accumulate={self.accumulate} does not divide data.rows={rows}; choose a divisor of {rows}."
+            )
+
+
+@dataclass
+class WandbConfig:
+    """Where the run is tracked. Metrics always go to metrics.jsonl as well."""
+
+    mode: WandbMode = WandbMode.auto  # auto: online with a key, offline without
+    project: str = "longfold"
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Config:
+    """A whole run."""
+
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    nproc: int | None = None  # ranks to start here; null: the ranks given by the launcher, else 1
+
+    def validate(self) -> None:
+        """Check every part and what the parts ask of each other; raise ConfigError (a ValueError) with one sentence."""
+        self.model.validate()
+        self.data.validate()
+        self.run.validate(self.data.rows)
+        self.optim.validate(self.run.steps)
+        ids = TOKENIZERS[self.data.tokenizer].vocab_size
+        if ids > self.model.vocab_size:
+            raise ConfigError(
+                f"the {self.data.tokenizer} tokenizer has {ids} ids and model.vocab_size={self.model.vocab_size}: a "
+                f"token id would lie beyond the vocabulary; set model.vocab_size={ids} or more."
+            )
+        if self.data.seq_len > self.model.max_positions:
+            raise ConfigError(
+                f"data.seq_len={self.data.seq_len} exceeds model.max_positions={self.model.max_positions}, the longest "
+                f"document of this model; set one of them to the other."
+            )
+
+
+# Keys that do not change what is computed at a step: they take no part in the hash.
+UNHASHED = {
+    "nproc": None,
+    "wandb": None,
+    "run": {"stop_at", "dir", "resume", "eval_every", "save_every", "keep", "log_every"},
+}
+
+
+def to_plain(config: Config) -> dict:
+    """The configuration as JSON-able nested dicts, enums by value."""
+
+    def plain(value):
+        if isinstance(value, enum.Enum):
+            return value.value
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items()}
+        return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    return plain(dataclasses.asdict(config))
+
+
+def hashed_part(plain: dict) -> dict:
+    """What the hash covers: `plain` (see `to_plain`) without UNHASHED."""
+    kept = {}
+    for section, values in plain.items():
+        left_out = UNHASHED.get(section, set())
+        if left_out is not None:
+            kept[section] = {k: v for k, v in values.items() if k not in left_out}
+    return kept
+
+
+def config_hash(config: Config) -> str:
+    """Eight hex digits that name the computation, equal on every machine."""
+    text = json.dumps(hashed_part(to_plain(config)), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def differences(old: dict, new: dict) -> list[str]:
+    """The hashed keys in which two plain configurations differ, as 'model.heads: 4 there, 8 here'."""
+    old, new = hashed_part(old), hashed_part(new)
+    lines = []
+    for section in sorted(old.keys() | new.keys()):
+        a, b = old.get(section, {}), new.get(section, {})
+        for key in sorted(a.keys() | b.keys()):
+            if a.get(key) != b.get(key):
+                lines.append(f"{section}.{key}: {a.get(key)!r} there, {b.get(key)!r} here")
+    return lines

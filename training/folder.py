@@ -1,0 +1,97 @@
+"""A run's folder: where it lies, who may write there, and what it may be resumed with."""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+
+from training.checkpoint import complete_checkpoints, load_state
+from training.config import Config, ConfigError, Resume, config_hash, differences, to_plain
+from training.provenance import provenance
+
+
+class RunFolder:
+    """`<dir>` with config.json, provenance.json, metrics.jsonl and checkpoints/, held by one process at a time.
+
+    A context manager: the lock is released at the end.
+
+    Raises:
+        ConfigError: another process trains there; what lies there is of another configuration; `run.resume=must` and
+            there is no complete checkpoint.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.path = Path(config.run.dir or Path("runs") / f"{config.run.name}-{config_hash(config)}").absolute()
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics = self.path / "metrics.jsonl"
+        self.summary = self.path / "summary.json"
+
+    def __enter__(self) -> "RunFolder":
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise ConfigError(
+                f"another process is training in {self.path}; wait for it, or give this run its own run.dir."
+            ) from None
+        try:
+            self.checkpoint = self._find_checkpoint()
+        except BaseException:
+            self._lock.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.close()
+
+    def _find_checkpoint(self) -> Path | None:
+        found = complete_checkpoints(self.checkpoints)
+        if self.config.run.resume is Resume.never:
+            self._set_aside()
+            return None
+        if not found:
+            if self.config.run.resume is Resume.must:
+                raise ConfigError(
+                    f"run.resume=must, and {self.checkpoints} holds no complete checkpoint; run.resume=auto starts."
+                )
+            return None
+        newest = found[-1]
+        changed = differences(load_state(newest)["config"], to_plain(self.config))
+        if changed:
+            kind = "another model" if any(line.startswith("model.") for line in changed) else "another configuration"
+            raise ConfigError(
+                f"{newest} is a checkpoint of {kind} ({'; '.join(changed[:6])}); give this run its own run.dir, or "
+                f"run.resume=never to set the old run aside and start anew."
+            )
+        return newest
+
+    def _set_aside(self) -> None:
+        """Move what an earlier run left to `<dir>/earlier-<n>`; nothing is deleted."""
+        left = [p for p in self.path.iterdir() if p.name != ".lock" and not p.name.startswith("earlier-")]
+        if left:
+            number = 1
+            while (aside := self.path / f"earlier-{number}").exists():
+                number += 1
+            aside.mkdir()
+            for path in left:
+                path.rename(aside / path.name)
+
+    def record_start(self) -> None:
+        """Write config.json and provenance.json; earlier invocations' provenance is kept in the list."""
+        write_json(self.path / "config.json", to_plain(self.config))
+        path = self.path / "provenance.json"
+        earlier = json.loads(path.read_text()) if path.exists() else []
+        write_json(path, [*earlier, provenance()])
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write and rename, so that a kill never leaves half a file."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(temporary, path)

@@ -1,0 +1,84 @@
+"""Every number a run reports: its name, unit and meaning, and the file that holds them.
+
+`metrics.jsonl` has one JSON object a step; `step` counts completed optimiser updates from 1.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+
+METRICS: dict[str, tuple[str, str]] = {
+    "train/loss": ("nats/token", "cross entropy: sum over the step's valid tokens / their global count"),
+    "train/grad_norm": ("1", "global L2 norm of the gradient before clipping"),
+    "train/lr": ("1", "learning rate of the step"),
+    "train/tokens": ("tokens", "valid (predicted) tokens since step 1"),
+    "train/skipped_steps": ("steps", "steps skipped for a non-finite loss or gradient, since step 1"),
+    "eval/loss": ("nats/token", "cross entropy on held-out documents: sum / count over all of them"),
+    "eval/bits_per_byte": ("bits/byte", "held-out cross entropy over the bytes predicted"),
+    "perf/step_s": ("s", "wall-clock time of the step, data included"),
+    "perf/tokens_per_s": ("tokens/s", "tokens of the step, padding left out, over its wall-clock time"),
+    "perf/model_tflops": ("TFLOP/s", "the model's FLOPs under the document mask over the step's time"),
+    "perf/mfu": ("1", "perf/model_tflops over the device's dense bf16 peak, where it is known"),
+    "mem/peak_bytes": ("bytes", "peak memory so far: the device's allocator, on a CPU the process"),
+    "data/docs_per_row": ("documents", "documents in a packed row, mean"),
+    "data/padding": ("1", "share of the step's token slots that hold padding"),
+    "data/cut_documents": ("documents", "documents that continued in another row, since step 1"),
+    "data/epoch": ("epochs", "passes over the training documents begun"),
+    "data/mask_density": ("1", "allowed (query, key) pairs over those of full causal rows"),
+}
+
+
+class MetricsFile:
+    """Append-only `metrics.jsonl`, cut to the checkpoint's step when a run resumes.
+
+    Args:
+        path: the file; created when absent.
+        resume_step: keep only the lines of steps up to this one (0: start anew).
+    """
+
+    def __init__(self, path: Path, resume_step: int = 0):
+        self.path = path
+        kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
+        temporary = path.with_suffix(".jsonl.tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(temporary, path)
+        self.history = kept
+        self._file = path.open("a", buffering=1)
+        self._last = kept[-1]["step"] if kept else 0
+
+    def write(self, step: int, values: dict[str, float | int | None]) -> dict:
+        """Append the step's object and return it. A NaN or an infinity is written as null.
+
+        Raises:
+            KeyError: a name that METRICS does not list.
+            ValueError: a step that does not come after the last one.
+        """
+        unknown = sorted(values.keys() - METRICS.keys())
+        if unknown:
+            raise KeyError(f"metrics {unknown} are not listed in training.metrics.METRICS.")
+        if step <= self._last:
+            raise ValueError(f"step {step} does not come after step {self._last}.")
+        finite = {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in values.items()}
+        row = {"step": step, **finite}
+        self._file.write(json.dumps(row) + "\n")
+        self._last = step
+        return row
+
+    def close(self) -> None:
+        """Flush to disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The rows of a metrics file, in order; a last line cut short by a kill is dropped."""
+    rows = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+    return rows

@@ -1,0 +1,82 @@
+"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere, and a table at the end."""
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+class ProgressReport:
+    """A context manager that shows steps as they complete.
+
+    Args:
+        console: where to; a bar when it is a terminal, else one plain line every `log_every` steps.
+        done, total: steps completed so far and the step where this invocation ends.
+    """
+
+    def __init__(self, console: Console, done: int, total: int, log_every: int):
+        self.console, self.total, self.log_every = console, total, log_every
+        self._first, self._began = done, time.monotonic()
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.fields[text]}"),
+                TextColumn("ETA"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._bar.add_task("train", total=total, completed=done, text="")
+
+    def __enter__(self) -> "ProgressReport":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def step(self, step: int, values: dict[str, float | int | None]) -> None:
+        """Show a completed step; evaluations get a line of their own."""
+        loss, rate = values.get("train/loss"), values.get("perf/tokens_per_s") or 0.0
+        text = f"loss {loss:.4f}  {rate:,.0f} tokens/s" if loss is not None else "skipped: the loss was not finite"
+        if self._bar:
+            self._bar.update(self._task, completed=step, text=text)
+        elif step == self._first + 1 or step % self.log_every == 0 or step == self.total:
+            pace = (time.monotonic() - self._began) / max(1, step - self._first)
+            left = max(0, self.total - step) * pace
+            self.line(f"step {step}/{self.total}  {text}  ETA {int(left // 60)}:{int(left % 60):02d}")
+        if "eval/loss" in values:
+            self.line(f"step {step}/{self.total}  {describe_evaluation(values)}")
+
+    def line(self, text: str) -> None:
+        """Print one line, above the bar if there is one."""
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def describe_evaluation(values: dict[str, float | int | None]) -> str:
+    """'held-out loss 2.1234, 3.0634 bits/byte'."""
+    text = f"held-out loss {values['eval/loss']:.4f}"
+    bits = values.get("eval/bits_per_byte")
+    return text if bits is None else f"{text}, {bits:.4f} bits/byte"
+
+
+def print_summary(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
+    """The table at the end of a run."""
+    if not console.is_terminal:
+        width = max(len(name) for name, _ in rows)
+        console.print(title, highlight=False, markup=False)
+        for name, value in rows:
+            console.print(f"  {name:<{width}}  {value}", highlight=False, soft_wrap=True, markup=False)
+        return
+    table = Table(title=title, show_header=False)
+    for name, value in rows:
+        table.add_row(name, value)
+    console.print(table, soft_wrap=True)
