@@ -10,6 +10,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from kernels.attention_reference import attention_reference
+from kernels.attention_torch import attention_torch
 from kernels.mask import IntervalMask
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class Backend:
 
 
 BACKENDS: dict[str, Backend] = {
+    "torch": Backend(attention_torch, ("cpu",), "torch's flash operator on the parts of the mask, O(T) memory"),
     "reference": Backend(attention_reference, None, "dense scores and autograd; defines what is correct"),
 }
 
