@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,7 @@ class SyntheticDocuments:
         self._steps = language.choice(256, _SUCCESSORS, replace=False)
         weights = 1 / np.arange(1, _SUCCESSORS + 1)
         self._edges = np.cumsum(weights / weights.sum())[:-1]
+        self._whole = lru_cache(maxsize=8)(self._draw)  # a document that fills many rows is drawn once
         self.entropy_bits = -sum(p * math.log2(p) for p in (weights / weights.sum()).tolist())
 
     def length(self, index: int) -> int:
@@ -42,16 +44,19 @@ class SyntheticDocuments:
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
             raise ValueError(f"tokens {start}:{stop} are outside {self.name(index)} of {length} tokens")
+        return self._whole(index)[start:stop]
+
+    def _draw(self, index: int) -> NDArray[np.int32]:
+        length = self.length(index)
         rng = np.random.default_rng([self._seed, 1, index])
         first = int(rng.integers(256))
-        # Only as far as `stop`: a generator's first draws do not depend on how many follow.
-        walk = np.cumsum(self._steps[np.searchsorted(self._edges, rng.random(stop))])
+        walk = np.cumsum(self._steps[np.searchsorted(self._edges, rng.random(length))])
         out = self._label[(first + walk) % 256]
-        if stop:
-            out[0] = ByteTokenizer.bos
-        if stop == length > 1:
+        out[0] = ByteTokenizer.bos
+        if length > 1:
             out[-1] = ByteTokenizer.eos
-        return out[start:]
+        out.setflags(write=False)
+        return out
 
     def name(self, index: int) -> str:
         return f"{self._mix}[{index}]"
