@@ -46,7 +46,8 @@ def twin_turn(x, config):
 
 def twin_attention(x, config, window, name, weights):
     T, D = x.shape[0], config.head_dim
-    q, k, v = (twin_linear(x, f"{name}.{side}_proj", weights).reshape(T, -1, D) for side in "qkv")
+    counts = {"q": config.heads, "k": config.kv_heads, "v": config.kv_heads}
+    q, k, v = (twin_linear(x, f"{name}.{side}_proj", weights).reshape(T, n, D) for side, n in counts.items())
     if config.qk_norm:
         q = twin_norm(q, config, f"{name}.q_norm", weights, "rms")
         k = twin_norm(k, config, f"{name}.k_norm", weights, "rms")

@@ -22,6 +22,12 @@ def test_weights_depend_on_seed_and_name_alone(small):
         assert value.unique().numel() == 1 or not torch.equal(value, different[name])
 
 
+def test_no_two_weights_are_drawn_alike(small):
+    drawn = [p.flatten()[:20] for p in Decoder(small).parameters() if p.unique().numel() > 1]
+    scaled = torch.stack([values / values.abs().max() for values in drawn])
+    assert scaled.unique(dim=0).shape[0] == len(drawn) > 2 * small.layers
+
+
 def test_building_leaves_the_random_state_alone(small):
     before = torch.get_rng_state()
     Decoder(small)
