@@ -11,18 +11,12 @@ python train.py --cfg job                          print the composed configurat
 import sys
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from training.config import Config
-from training.launch import launch
-from training.loop import Outcome
-from training.screen import screen_overrides
-from training.step import NonFiniteLoss
-
-ConfigStore.instance().store(name="schema", node=Config)
+from training.screen import refuse_added_keys, screen_overrides
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -30,20 +24,20 @@ def main(composed: DictConfig) -> None:
     """Run one composed configuration. A failure in a sweep is raised, for Hydra to report; alone it is one sentence."""
     sweep = HydraConfig.get().mode is RunMode.MULTIRUN
     try:
+        refuse_added_keys(OmegaConf.to_container(composed))
         config = OmegaConf.to_object(composed)
         assert isinstance(config, Config)
+        config.validate()
+        # torch is loaded only now, so that a mistake in the configuration shows within a second
+        from training.launch import launch
+
         outcome = launch(config)
-    except (ValueError, NonFiniteLoss, FileNotFoundError) as error:
+    except (ValueError, ArithmeticError) as error:
         if sweep:
             raise
         sys.exit(f"error: {error}")
-    _stop_sweep(sweep, outcome)
-
-
-def _stop_sweep(sweep: bool, outcome: Outcome) -> None:
-    # Ctrl-C ends the sweep, not only the job that was running
     if sweep and outcome.stopped_by in ("SIGINT", "SIGTERM"):
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt  # ends the sweep, not only the job that was running
 
 
 if __name__ == "__main__":

@@ -35,9 +35,8 @@ class PackedBatch:
 
     Attributes:
         tokens: [rows, seq_len]; 0 in padding.
-        labels: [rows, seq_len], the token that each one predicts: the next of the same source document, also across
-            a cut, so that splitting a row over ranks or a document over rows loses none; -100 at a source document's
-            end and in padding.
+        labels: [rows, seq_len], the token that each one predicts: the next of the same document of the layout,
+            whatever rank will hold it; -100 at the document's end and in padding.
         positions: [rows, seq_len], from 0 in each document of the layout; 0 in padding.
         layout: the boundaries, of the rows laid end to end.
         documents: the layout's documents, in order.
@@ -116,12 +115,10 @@ def build_batch(source: Source, rows: Sequence[Sequence[Piece]], seq_len: int, b
     labels = np.full(layout.total_tokens, IGNORE, np.int64)
     documents = []
     for row, piece, start, stop in zip(layout.rows.tolist(), pieces, layout.starts.tolist(), layout.stops.tolist()):
-        length = source.length(piece.document)
-        more = piece.stop < length  # a cut piece's last token predicts the first of the next piece
-        ids = source.tokens(piece.document, piece.start, piece.stop + more)
-        tokens[start:stop] = ids[: stop - start]
-        labels[start : start + len(ids) - 1] = ids[1:]
-        whole = piece.length == length
+        ids = source.tokens(piece.document, piece.start, piece.stop)
+        tokens[start:stop] = ids
+        labels[start : stop - 1] = ids[1:]
+        whole = piece.length == source.length(piece.document)
         name = source.name(piece.document)
         documents.append(PackedDocument(row, name, piece.epoch, piece.document, piece.start, piece.stop, whole))
     shape = (len(rows), seq_len)

@@ -14,8 +14,8 @@ class DataConfig:
     paths: list[str] = field(default_factory=list)  # for files: globs of .txt (a document a file), .jsonl (one a line)
     text_key: str = "text"  # for .jsonl: the key of a document's text; "tokens" holds documents tokenised beforehand
     mix: str = "web"  # for synthetic: the distribution of document lengths, a name in data.mixes.MIXES
-    seq_len: int = 2048  # tokens per packed row
-    rows: int = 8  # packed rows per optimiser step, over all ranks and micro-batches
+    seq_len: int = 1024  # tokens per packed row
+    rows: int = 16  # packed rows per optimiser step, over all ranks and micro-batches
     packing: str = "best_fit"  # best_fit: whole documents; stream: cut at row ends; padded: one document a row
     lookahead: int = 256  # for best_fit: documents held back to choose from
     eval_fraction: float = 0.05  # share of the documents held out for evaluation, by hash of their name; 0: none

@@ -56,11 +56,11 @@ def _lognormal(u: NDArray[np.float64], median: float, mean: float, cap: int) -> 
 
 
 def _web(u: NDArray[np.float64], index: NDArray[np.int64], context: int) -> NDArray[np.int64]:
-    return _lognormal(u[:, 0], 400, 625, _GIANT)
+    return _lognormal(u[:, 0], 400.0, 625.0, _GIANT)
 
 
 def _code(u: NDArray[np.float64], index: NDArray[np.int64], context: int) -> NDArray[np.int64]:
-    return _lognormal(u[:, 0], 2000, 5000, context)
+    return _lognormal(u[:, 0], 2000.0, 5000.0, context)
 
 
 def _long_sft(u: NDArray[np.float64], index: NDArray[np.int64], context: int) -> NDArray[np.int64]:

@@ -1,7 +1,7 @@
 """Where documents come from. A source gives any document by index, and its length without reading it."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from data.synthetic import from_mix
 from data.tokenizer import Tokenizer
 
 
+@runtime_checkable
 class Source(Protocol):
     """A random-access sequence of documents."""
 

@@ -1,12 +1,13 @@
 """Text to token ids. The byte tokenizer needs no vocabulary file and codes any bytes."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What the sources ask of a tokenizer: the count of a document's tokens, and any span of them."""
 

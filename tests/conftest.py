@@ -6,19 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from data.config import DataConfig
 from models.config import ModelConfig
 from training.config import Config, OptimConfig, RunConfig, WandbConfig, WandbMode
+
+# a shared machine stalls now and then: a property that took long is no failure
+settings.register_profile("house", deadline=None)
+settings.load_profile("house")
 
 
 @pytest.fixture
 def make_config(tmp_path: Path) -> Callable[..., Config]:
     """`make_config(run={"steps": 5}, data={...}, ...)`: a Config of a two-layer model on 80 short documents."""
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text(
-        "".join(json.dumps({"text": "to be or not " * (1 + n % 5) + "x" * (n % 23)}) + "\n" for n in range(80))
-    )
+    texts = ["to be or not " * (1 + n % 5) + "x" * (n % 23) for n in range(80)]
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
     def make(**changes: dict) -> Config:
         config = Config(

@@ -4,6 +4,7 @@ import os
 
 from rich.console import Console
 
+from kernels.api import BACKENDS
 from training.config import Config, ConfigError
 from training.loop import Outcome, train
 
@@ -23,5 +24,10 @@ def launch(config: Config) -> Outcome:
     """Validate `config` and train; raises ConfigError before any work starts."""
     config.validate()
     check_ranks(config)
+    if config.model.attention not in ("auto", *BACKENDS):
+        raise ConfigError(
+            f"model.attention={config.model.attention!r} is no attention backend; choose auto or "
+            f"{' or '.join(BACKENDS)}."
+        )
     console = Console(soft_wrap=True)
     return train(config, console)

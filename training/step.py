@@ -14,7 +14,7 @@ from models.decoder import Decoder
 from training.config import Precision
 
 
-class NonFiniteLoss(RuntimeError):
+class NonFiniteLoss(ArithmeticError):
     """A NaN or infinite loss or gradient: names the step and the documents."""
 
 

@@ -36,11 +36,13 @@ def test_bits_are_those_of_a_table_counted_token_by_token(packing: str, corpus: 
     for (previous, _), count in pairs.items():
         seen[previous] += count
     bits, num_bytes = 0.0, 0
-    for i in held_out.indices.tolist():
-        ids = held_out.source.tokens(i).tolist()
+    pieces = [d for batch in held_out for d in batch.documents]
+    for piece in pieces:
+        ids = held_out.source.tokens(piece.document, piece.start, piece.stop).tolist()
         for previous, following in pairwise(ids):
             bits -= math.log2((pairs[previous, following] + 0.5) / (seen[previous] + 0.5 * 258))
             num_bytes += following < 256
+    assert {p.document for p in pieces} == set(held_out.indices.tolist())
     assert bigram_bits_per_byte(train, held_out, add_k=0.5) == pytest.approx(bits / num_bytes, rel=1e-12)
 
 
