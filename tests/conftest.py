@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from data.config import DataConfig
@@ -15,6 +17,11 @@ from training.config import Config, OptimConfig, RunConfig, WandbConfig, WandbMo
 # a shared machine stalls now and then: a property that took long is no failure
 settings.register_profile("house", deadline=None)
 settings.load_profile("house")
+
+
+# tensors this small lose more to waking threads than they gain: up to a hundredfold on shared cores
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    named = {p: n for n, p in model.named_parameters()}
+    named: dict[Tensor, str] = {p: n for n, p in model.named_parameters()}
     return {f"{kind}/{named[p]}": t for p, values in optimizer.state.items() for kind, t in values.items()}
 
 

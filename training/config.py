@@ -9,6 +9,7 @@ import enum
 import hashlib
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from data.config import DataConfig
 from data.tokenizer import TOKENIZERS
@@ -160,7 +161,7 @@ class Config:
         self.data.validate()
         self.run.validate(self.data.rows)
         self.optim.validate(self.run.steps)
-        ids = TOKENIZERS[self.data.tokenizer].vocab_size
+        ids = TOKENIZERS[self.data.tokenizer]().vocab_size
         if ids > self.model.vocab_size:
             raise ConfigError(
                 f"the {self.data.tokenizer} tokenizer has {ids} ids and model.vocab_size={self.model.vocab_size}: a "
@@ -184,7 +185,7 @@ UNHASHED = {
 def to_plain(config: Config) -> dict:
     """The configuration as JSON-able nested dicts, enums by value."""
 
-    def plain(value):
+    def plain(value: Any) -> Any:
         if isinstance(value, enum.Enum):
             return value.value
         if isinstance(value, dict):

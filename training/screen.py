@@ -75,8 +75,9 @@ def refuse_added_keys(values: Any, schema: type = Config, prefix: str = "") -> N
             raise ValueError(
                 f"{prefix}{key}: no such key{_did_you_mean(str(key), list(fields))}; nothing would read it."
             )
-        if dataclasses.is_dataclass(fields[key]):
-            refuse_added_keys(value, fields[key], f"{prefix}{key}.")
+        inner = fields[key]
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+            refuse_added_keys(value, inner, f"{prefix}{key}.")
 
 
 def _did_you_mean(key: str, known: list[str]) -> str:

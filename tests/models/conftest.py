@@ -27,15 +27,6 @@ def load(preset: str, **overrides) -> ModelConfig:
     return OmegaConf.to_object(merged)  # pyright: ignore[reportReturnType]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors this small lose more to waking threads than they gain: up to a hundredfold on shared cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(params=PRESETS)
 def preset(request) -> ModelConfig:
     """Each preset of conf/model at its full size; build it on the meta device only."""
