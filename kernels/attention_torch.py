@@ -133,12 +133,21 @@ def run_forward(plan: StaircasePlan, dense: Dense, q: Tensor, k: Tensor, v: Tens
 
 
 def _forward_slice(dense: Dense, part: Slice, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    qs, ks, vs = q[part.q0 : part.q1], k[part.k0 : part.k1], v[part.k0 : part.k1]
-    if part.kind == "anticausal":
-        qs, ks, vs = qs.flip(0), ks.flip(0), vs.flip(0)
-    o, log = dense.forward(_headed(qs[None]), _headed(ks[None]), _headed(vs[None]), part.kind != "full", None)
-    o, log = _headed(o)[0], log[0].T
-    return (o.flip(0), log.flip(0)) if part.kind == "anticausal" else (o, log)
+    qs, ks, vs = _blocks(part, q[part.q0 : part.q1], k[part.k0 : part.k1], v[part.k0 : part.k1])
+    o, log = dense.forward(qs, ks, vs, part.kind != "full", None)
+    return _joined(part, o), _joined(part, log)
+
+
+def _blocks(part: Slice, *tokens: Tensor) -> list[Tensor]:
+    """[count * n, H, ...] as [count, H, n, ...], reversed where row i sees all but i keys, which makes it causal."""
+    blocks = [x.unflatten(0, (part.count, -1)) for x in tokens]
+    return [_headed(x.flip(1) if part.kind == "anticausal" else x) for x in blocks]
+
+
+def _joined(part: Slice, x: Tensor) -> Tensor:
+    """[count, H, n, ...] as [count * n, H, ...]."""
+    x = _headed(x)
+    return (x.flip(1) if part.kind == "anticausal" else x).flatten(0, 1)
 
 
 def _forward_batch(dense: Dense, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,13 +194,8 @@ def _backward_slice(
     dense: Dense, part: Slice, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
 ) -> tuple[Tensor, ...]:
     rows, cols = slice(part.q0, part.q1), slice(part.k0, part.k1)
-    args = [dout[rows], q[rows], k[cols], v[cols], out[rows], lse[rows]]
-    flip = part.kind == "anticausal"
-    if flip:
-        args = [x.flip(0) for x in args]
-    do, qs, ks, vs, o, log = (_headed(x[None]) for x in args)
-    g = dense.backward(do, qs, ks, vs, o, log, part.kind != "full", None)
-    return tuple(_headed(x)[0].flip(0) if flip else _headed(x)[0] for x in g)
+    do, qs, ks, vs, o, log = _blocks(part, dout[rows], q[rows], k[cols], v[cols], out[rows], lse[rows])
+    return tuple(_joined(part, g) for g in dense.backward(do, qs, ks, vs, o, log, part.kind != "full", None))
 
 
 def _backward_batch(

@@ -6,7 +6,7 @@ All planning is numpy on the host and depends on the mask alone, so a plan is ma
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -28,6 +28,8 @@ Kind = Literal["full", "causal", "anticausal"]
 class Slice:
     """Queries [q0, q1) against keys [k0, k1): all of them, or row i against the first i + 1, or against all but i.
 
+    `count` such blocks of equal size follow each other down the diagonal; the ranges span all of them.
+
     "fresh" says that nothing wrote these rows (of out, dq; of dk, dv) before, so results are stored, not merged.
     """
 
@@ -36,6 +38,7 @@ class Slice:
     q1: int
     k0: int
     k1: int
+    count: int = 1
     fresh_q: bool = False
     fresh_k: bool = False
 
@@ -241,12 +244,29 @@ def _order(cuts: _Cuts, Tq: int, Tk: int) -> StaircasePlan:
     """Stack the tiles, and mark which calls are the first to write their rows."""
     q_seen, k_seen = np.zeros(Tq, bool), np.zeros(Tk, bool)
     slices = []
-    for s in cuts.slices:
+    for s in _fused(cuts.slices):
         fresh_q, fresh_k = not q_seen[s.q0 : s.q1].any(), not k_seen[s.k0 : s.k1].any()
-        slices.append(Slice(s.kind, s.q0, s.q1, s.k0, s.k1, fresh_q, fresh_k))
+        slices.append(replace(s, fresh_q=fresh_q, fresh_k=fresh_k))
         q_seen[s.q0 : s.q1] = k_seen[s.k0 : s.k1] = True
     batches = [_stack(group, R, C, q_seen, k_seen) for R, C, group in _groups(cuts.tiles, Tq)]
     return StaircasePlan(tuple(slices), tuple(batches))
+
+
+def _fused(slices: list[Slice]) -> list[Slice]:
+    """Slices with those that continue each other made one: blocks of a window, documents of equal length."""
+    fused: list[Slice] = []
+    for s in sorted(slices, key=lambda s: (s.kind != "causal", s.kind, s.q0, s.k0)):
+        last = fused[-1] if fused else s
+        same = (s.kind, s.q1 - s.q0, s.k1 - s.k0) == (
+            last.kind,
+            (last.q1 - last.q0) // last.count,
+            (last.k1 - last.k0) // last.count,
+        )
+        if fused and same and (s.q0, s.k0) == (last.q1, last.k1):
+            fused[-1] = replace(last, q1=s.q1, k1=s.k1, count=last.count + 1)
+        else:
+            fused.append(s)
+    return fused
 
 
 def _groups(tiles: list[Tile], Tq: int) -> list[tuple[int, int, list[Tile]]]:

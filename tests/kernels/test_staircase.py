@@ -21,9 +21,12 @@ def coverage(masks: list[IntervalMask]) -> tuple[np.ndarray, np.ndarray]:
     for s in plan.slices:
         assert s.q1 > s.q0
         assert s.k1 > s.k0  # the operator kills the process on an empty side
-        i, j = np.arange(s.q1 - s.q0)[:, None], np.arange(s.k1 - s.k0)
+        n, m = (s.q1 - s.q0) // s.count, (s.k1 - s.k0) // s.count
+        assert (n * s.count, m * s.count) == (s.q1 - s.q0, s.k1 - s.k0)
+        i, j = np.arange(n)[:, None], np.arange(m)
         part = {"full": j >= 0 * i, "causal": j <= i, "anticausal": j >= i}[s.kind]
-        count[s.q0 : s.q1, s.k0 : s.k1] += part
+        for q0, k0 in zip(range(s.q0, s.q1, n), range(s.k0, s.k1, m), strict=True):
+            count[q0 : q0 + n, k0 : k0 + m] += part
     allowed = dense_mask(masks, Tq, Tk).numpy()
     for b in plan.batches:
         assert b.R > 0
@@ -123,6 +126,14 @@ def test_short_documents_share_calls() -> None:
     plan = plan_staircase([IntervalMask.from_cu_seqlens(list(range(4097)))])
     assert not plan.slices
     assert [b.n for b in plan.batches] == [64]
+
+
+def test_equal_blocks_share_calls() -> None:
+    """A window's edges are two calls whatever the length, after its first rows; equal documents are one call."""
+    window = plan_staircase([IntervalMask.from_cu_seqlens([0, 130 + 129 * 7], window=130)])
+    assert [(s.kind, s.count) for s in window.slices] == [("causal", 1), ("causal", 7), ("anticausal", 7)]
+    equal = plan_staircase([IntervalMask.from_cu_seqlens([0, 200, 400, 600, 601])])
+    assert [s.count for s in equal.slices] == [3]
 
 
 def test_plan_is_made_once() -> None:
