@@ -15,11 +15,11 @@ class DataConfig:
     text_key: str = "text"  # for .jsonl: the key of a document's text; "tokens" holds documents tokenised beforehand
     mix: str = "web"  # for synthetic: the distribution of document lengths, a name in data.mixes.MIXES
     seq_len: int = 1024  # tokens per packed row
-    rows: int = 16  # packed rows per optimiser step, over all ranks and micro-batches
+    rows: int = 4  # packed rows per optimiser step, over all ranks and micro-batches
     packing: str = "best_fit"  # best_fit: whole documents; stream: cut at row ends; padded: one document a row
     lookahead: int = 256  # for best_fit: documents held back to choose from
     eval_fraction: float = 0.05  # share of the documents held out for evaluation, by hash of their name; 0: none
-    eval_rows: int = 32  # packed rows per evaluation, the same ones each time
+    eval_rows: int = 64  # packed rows per evaluation, the same ones each time
     tokenizer: str = "byte"  # a name in data.tokenizer.TOKENIZERS
 
     def validate(self) -> None:

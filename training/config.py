@@ -52,7 +52,7 @@ class WandbMode(enum.Enum):
 class OptimConfig:
     """AdamW and its learning-rate schedule."""
 
-    lr: float = 3e-3  # peak learning rate
+    lr: float = 4e-3  # peak learning rate
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.1  # on matrices only; never on norms, biases, sinks or embeddings
@@ -96,7 +96,7 @@ class RunConfig:
     """One run: how long, where to, how often to look and to save."""
 
     name: str = "run"  # the run folder is named <name>-<hash of the configuration>
-    steps: int = 300  # optimiser steps: the schedule's horizon
+    steps: int = 200  # optimiser steps: the schedule's horizon
     stop_at: int | None = None  # end this invocation after this step, saving; the schedule does not change
     accumulate: int = 1  # micro-batches per optimiser step; divides data.rows
     seed: int = 0
