@@ -96,10 +96,12 @@ def measure(call: Callable[[], Tensor], leaves: tuple[Tensor, ...], dout: Tensor
     return out
 
 
-def attention_section(report: Report, sizes: list[int], seconds: float, seed: int) -> None:
+def attention_section(
+    report: Report, sizes: list[int], seconds: float, seed: int, dtype: torch.dtype = torch.float32
+) -> None:
     """Time all mixes at the given numbers of tokens, each for about `seconds` and 3 to 7 repeats; a row for each."""
     report.note(
-        f"Attention, forward + backward, ms: {HEADS} heads of width {WIDTH}, fp32, causal documents, "
+        f"Attention, forward + backward, ms: {HEADS} heads of width {WIDTH}, {dtype}, causal documents, "
         f"{torch.get_num_threads()} threads, torch {torch.__version__}.\n"
         "per_doc: SDPA for each document on torch.split views; slices: the same on q[a:b]; dense: SDPA with an "
         "additive mask [T, T].\nmask_flops%: pairs that the mask leaves. mask_ms: the mask and its plan, once a batch. "
@@ -108,18 +110,20 @@ def attention_section(report: Report, sizes: list[int], seconds: float, seed: in
     for tokens in sizes:
         rows, dense = [], Timing([], [])
         for mix in [*MIXES, "stdlib"]:
-            rows.append(_time_mix(mix, tokens, seconds, seed, dense))
+            rows.append(_time_mix(mix, tokens, seconds, seed, dtype, dense))
         for row, total, sliced, looped in rows:
             row |= {"per_doc": looped * 1e3, "slices": sliced * 1e3, "dense": dense.total * 1e3}
             row |= {"x_per_doc": looped / total, "x_slices": sliced / total, "x_dense": dense.total / total}
             report.row(row)
 
 
-def _time_mix(mix: str, tokens: int, seconds: float, seed: int, dense: Timing) -> tuple[dict, float, float, float]:
+def _time_mix(
+    mix: str, tokens: int, seconds: float, seed: int, dtype: torch.dtype, dense: Timing
+) -> tuple[dict, float, float, float]:
     """A row without its ratios, and the totals of ours, slices and per_doc; one more repeat for `dense`."""
     lengths = document_lengths(mix, tokens, seed)
     generator = torch.Generator().manual_seed(seed)
-    q, k, v, dout = torch.randn(4, tokens, HEADS, WIDTH, generator=generator).unbind(0)
+    q, k, v, dout = torch.randn(4, tokens, HEADS, WIDTH, generator=generator).to(dtype).unbind(0)
     leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
     start = time.perf_counter()
     mask = IntervalMask.from_cu_seqlens(list(accumulate(lengths, initial=0)))
@@ -132,13 +136,15 @@ def _time_mix(mix: str, tokens: int, seconds: float, seed: int, dense: Timing) -
         measure(lambda: attention(q, k, v, mask, backend="torch")[0], leaves, dout, ours)
         measure(lambda: per_document(q, k, v, lengths), leaves, dout, looped)
         measure(lambda: per_slice(q, k, v, lengths), leaves, dout, sliced)
-    torch.testing.assert_close(out, per_document(q, k, v, lengths), rtol=1e-3, atol=1e-4)
-    bias = dense_bias(lengths)
+    rtol, atol = (1e-3, 1e-4) if dtype == torch.float32 else (2e-2, 2e-2)
+    torch.testing.assert_close(out, per_document(q, k, v, lengths), rtol=rtol, atol=atol)
+    bias = dense_bias(lengths).to(dtype)
     masked = lambda: F.scaled_dot_product_attention(headed(q), headed(k), headed(v), bias)[0].transpose(0, 1)  # noqa: E731
-    torch.testing.assert_close(out, measure(masked, leaves, dout, dense), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(out, measure(masked, leaves, dout, dense), rtol=rtol, atol=atol)
     row = {
         "mix": mix,
         "tokens": tokens,
+        "dtype": str(dtype).removeprefix("torch."),
         "docs": len(lengths),
         "mask_flops%": 100 * mask.pairs() / tokens**2,
         "mask_ms": made * 1e3,

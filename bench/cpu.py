@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 
+import torch
+
 from bench.attention_cpu import attention_section
 from bench.table import Report
 
@@ -21,10 +23,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="4,096 tokens only, under a minute on 2 cores")
     parser.add_argument("--json", action="store_true", help="rows as JSON lines on standard output, nothing else")
     parser.add_argument("--seed", type=int, default=0, help="of the drawn document lengths and inputs")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of attention's inputs"
+    )
     options = parser.parse_args(arguments)
     report = Report(options.json)
     sizes, seconds = ([4096], 2.0) if options.quick else ([8192, 16384], 12.0)
-    attention_section(report, sizes, seconds, options.seed)
+    attention_section(report, sizes, seconds, options.seed, getattr(torch, options.dtype))
 
 
 if __name__ == "__main__":
