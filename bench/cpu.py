@@ -12,6 +12,7 @@ import argparse
 import torch
 
 from bench.attention_cpu import attention_section
+from bench.step_cpu import step_section
 from bench.table import Report
 
 
@@ -30,6 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
     report = Report(options.json)
     sizes, seconds = ([4096], 2.0) if options.quick else ([8192, 16384], 12.0)
     attention_section(report, sizes, seconds, options.seed, getattr(torch, options.dtype))
+    step_section(report, sizes[:1], 3, options.seed)
 
 
 if __name__ == "__main__":

@@ -41,14 +41,20 @@ class RunFolder:
         try:
             self.checkpoint = self._find_checkpoint()
         except BaseException:
-            self._lock.close()
+            self._release()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._release()
+
+    def _release(self) -> None:
         self._lock.close()
+        if [p.name for p in self.path.iterdir()] == [".lock"]:  # a run that was refused leaves no empty folder behind
+            (self.path / ".lock").unlink()
+            self.path.rmdir()
 
     def _find_checkpoint(self) -> Path | None:
         found = complete_checkpoints(self.checkpoints)

@@ -206,9 +206,9 @@ class Trainer:
         path, total = self.folder.path, self.config.run.steps
         if self.step < total:
             reason = self.stop.reason or f"run.stop_at={last}"
+            saved = f"saved in {path}; the same command goes on from there" if self.step else "before the first step"
             self.console.print(
-                f"stopped by {reason} after step {self.step} of {total}, saved in {path}; "
-                "the same command goes on from there.",
+                f"stopped by {reason} after step {self.step} of {total}, {saved}.",
                 highlight=False,
                 markup=False,
             )
@@ -243,7 +243,7 @@ def print_outcome(console: Console, config: Config, path: Path, summary: dict, h
     ]
     if summary["eval_loss"] is not None:
         found = {"eval/loss": summary["eval_loss"], "eval/bits_per_byte": summary["eval_bits_per_byte"]}
-        rows.append(("held-out", describe_evaluation(found)))
+        rows.append(("held-out loss", describe_evaluation(found)))
     if summary["bigram_bits_per_byte"] is not None:
         rows.append(("a bigram table", f"{summary['bigram_bits_per_byte']:.4f} bits/byte on the same held-out text"))
     rows.append(("speed", f"{summary['tokens_per_s']:,.0f} tokens/s, median"))

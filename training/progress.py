@@ -54,7 +54,7 @@ class ProgressReport:
             left = max(0, self.total - step) * pace
             self.line(f"step {step}/{self.total}  {text}  ETA {int(left // 60)}:{int(left % 60):02d}")
         if "eval/loss" in values:
-            self.line(f"step {step}/{self.total}  {describe_evaluation(values)}")
+            self.line(f"step {step}/{self.total}  held-out loss {describe_evaluation(values)}")
 
     def line(self, text: str) -> None:
         """Print one line, above the bar if there is one."""
@@ -62,8 +62,8 @@ class ProgressReport:
 
 
 def describe_evaluation(values: dict[str, float | int | None]) -> str:
-    """'held-out loss 2.1234, 3.0634 bits/byte'."""
-    text = f"held-out loss {values['eval/loss']:.4f}"
+    """'2.1234 nats/token, 3.0634 bits/byte'."""
+    text = f"{values['eval/loss']:.4f} nats/token"
     bits = values.get("eval/bits_per_byte")
     return text if bits is None else f"{text}, {bits:.4f} bits/byte"
 
