@@ -4,6 +4,7 @@ import json
 import struct
 from pathlib import Path
 
+import wandb
 from rich.console import Console
 from wandb.proto.wandb_internal_pb2 import Record
 
@@ -18,6 +19,7 @@ def offline_runs(folder: Path) -> list[Path]:
 
 def logged_steps(run: Path) -> list[int]:
     """The `step` of each history record in an offline run's log: 32 KiB blocks of length-prefixed chunks."""
+    wandb.teardown()  # finish() returns before its last bytes are on disk; this waits for them
     data = next(run.glob("*.wandb")).read_bytes()
     at, parts, steps = 7, b"", []
     while at + 7 <= len(data):
