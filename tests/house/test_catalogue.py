@@ -1,0 +1,59 @@
+"""What can be chosen by name is documented, and the README's tree is the tree."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from data.mixes import MIXES
+from data.packing import PACKINGS
+from data.sources import SOURCES
+from data.tokenizer import TOKENIZERS
+from kernels.api import BACKENDS
+from training.screen import config_groups
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+CHOICES = {
+    "backend": BACKENDS,
+    "source": SOURCES,
+    "packing": PACKINGS,
+    "mix": MIXES,
+    "tokenizer": TOKENIZERS,
+    **{f"conf/{group}": names for group, names in config_groups().items()},
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(k, n) for k, names in CHOICES.items() for n in names])
+def test_choice_is_in_the_readme(kind: str, name: str):
+    assert re.search(rf"\b{re.escape(name)}\b", README), f"the README does not name {kind} {name}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "conf").rglob("*.yaml")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_preset_says_where_it_comes_from(path: Path):
+    first = path.read_text().splitlines()[0]
+    assert first.startswith("# ") and len(first) > 20
+    assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+@pytest.mark.parametrize("floor", ["kernels", "parallel", "models", "data", "training", "bench"])
+def test_tree_in_the_readme_lists_every_file(floor: str):
+    tree = README[README.index("## The tree") :]
+    for path in (ROOT / floor).rglob("*.py"):
+        if path.name != "__init__.py":
+            assert re.search(rf"\b{re.escape(path.name)}", tree), f"{path.relative_to(ROOT)} is not in the README's tree"
+
+
+def test_every_file_says_what_it_is():
+    for floor in ("kernels", "parallel", "models", "data", "training", "bench"):
+        for path in (ROOT / floor).rglob("*.py"):
+            text = path.read_text()
+            assert not text or text.startswith('"""'), f"{path.relative_to(ROOT)} has no docstring"
+
+
+def test_commands_in_the_readme_exist():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"`?make ([a-z]+)", README)) <= targets
+    for name in ("help", "setup", "train", "test", "deep", "lint", "bench"):
+        assert name in targets
