@@ -40,21 +40,14 @@ def attention_reference(
     scores = torch.einsum("qhd,khd->hqk", q_live, k_live) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = torch.where(sees[:, None], scores.masked_fill(~allowed, -float("inf")), 0)  # no all -inf rows
-    lse = scores.logsumexp(-1) if k.shape[0] else scores.new_zeros(scores.shape[:2])
-    if sink is not None:
-        lse = _add_sink(lse, sees, sink.to(high))
-    prob = torch.where(sees[:, None], (scores - lse.masked_fill(~sees, 0)[..., None]).exp(), 0)
+    extra = q.new_full(q.shape[1:2], -float("inf"), dtype=high) if sink is None else sink.to(high)
+    column = extra[:, None, None].expand(-1, q.shape[0], 1)
+    scores = torch.cat([scores.masked_fill(~allowed, -float("inf")), column], -1)
+    normal = sees | (extra > -float("inf"))[:, None]  # rows with anything to normalise over
+    scores = torch.where(normal[..., None], scores, 0)
+    # softmax rather than exp(scores - lse): the lse of huge logits is rounded coarsely
+    prob = torch.where(sees[:, None], scores.softmax(-1)[..., :-1], 0)
     out = torch.einsum("hqk,khd->qhd", prob, v_live)
     out = torch.where(sees[:, None, None], out, 0)
     covered = torch.arange(q.shape[0], device=q.device) < max(mask.Tq for mask in masks)
-    shown = sees if sink is None else covered
-    return out.to(q.dtype), torch.where(shown, lse, -float("inf"))
-
-
-def _add_sink(lse: Tensor, sees: Tensor, sink: Tensor) -> Tensor:
-    """lse [H, Tq] with one more logit sink[H]; rows without keys hold the sink alone. A sink of -inf adds nothing."""
-    column = sink[:, None].expand_as(lse)
-    present = (column > -float("inf")) & sees
-    both = torch.logaddexp(lse, torch.where(present, column, 0))
-    return torch.where(present, both, torch.where(sees, lse, column))
+    return out.to(q.dtype), torch.where(normal & covered, scores.logsumexp(-1), -float("inf"))

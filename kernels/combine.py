@@ -58,14 +58,13 @@ class _Merge(torch.autograd.Function):
     def forward(ctx: Any, *partials: Tensor) -> tuple[Tensor, Tensor]:
         outs, lses = partials[: len(partials) // 2], partials[len(partials) // 2 :]
         high = torch.float64 if outs[0].dtype == torch.float64 else torch.float32
-        logs = [_live_lse(lse.to(high)) for lse in lses]
-        lse = log_sum_exp(logs)
+        base, total = _pool([_live_lse(lse, high) for lse in lses])
         out = torch.zeros(outs[0].shape, dtype=high, device=outs[0].device)
-        for part, log in zip(outs, logs):
-            out += weighted(part.to(high), share(log, lse))
-        ctx.save_for_backward(*partials, out, lse)
+        for part, lse in zip(outs, lses):
+            out += _weighted(part.to(high), _share(_live_lse(lse, high), base, total))
+        ctx.save_for_backward(*partials, out, base, total)
         ctx.set_materialize_grads(False)
-        return out.to(outs[0].dtype, copy=True), lse.clone()
+        return out.to(outs[0].dtype, copy=True), base + total.log()
 
     @staticmethod
     @once_differentiable
@@ -73,30 +72,31 @@ class _Merge(torch.autograd.Function):
         ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         dout, dlse = grads
-        *partials, out, lse = ctx.saved_tensors
+        *partials, out, base, total = ctx.saved_tensors
         outs, lses = partials[: len(partials) // 2], partials[len(partials) // 2 :]
         douts: list[Tensor | None] = []
         dlses: list[Tensor | None] = []
         dout = None if dout is None else dout.to(out.dtype)
         delta = None if dout is None else (dout * out).sum(-1).T
-        for part, log in zip(outs, lses):
-            weight = share(_live_lse(log.to(out.dtype)), lse)
+        for part, lse in zip(outs, lses):
+            weight = _share(_live_lse(lse, out.dtype), base, total)
             change = torch.zeros_like(weight) if dlse is None else dlse.to(out.dtype)
             if dout is not None and delta is not None:
                 alive = torch.where((weight > 0).T[..., None], part.to(out.dtype), 0)
                 change = change + (dout * alive).sum(-1).T - delta
-            dlses.append(torch.where(weight > 0, weight * change, 0).to(log.dtype))
-            douts.append(None if dout is None else weighted(dout, weight).to(part.dtype))
+            dlses.append(torch.where(weight > 0, weight * change, 0).to(lse.dtype))
+            douts.append(None if dout is None else _weighted(dout, weight).to(part.dtype))
         return (*douts, *dlses)
 
 
-def _live_lse(lse: Tensor) -> Tensor:
+def _live_lse(lse: Tensor, dtype: torch.dtype) -> Tensor:
     """lse with +inf, which marks an empty row in some kernels, written as -inf."""
+    lse = lse.to(dtype)
     return torch.where(lse == float("inf"), -float("inf"), lse)
 
 
-def log_sum_exp(lses: Sequence[Tensor]) -> Tensor:
-    """log(sum_i exp(lse_i)) over tensors of one shape, -inf where all are."""
+def _pool(lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """(base, total) with sum_i exp(lse_i) = exp(base) * total; total is 0 where all lses are -inf."""
     top = lses[0]
     for lse in lses[1:]:
         top = torch.maximum(top, lse)
@@ -104,15 +104,15 @@ def log_sum_exp(lses: Sequence[Tensor]) -> Tensor:
     total = torch.zeros_like(base)
     for lse in lses:
         total += (lse - base).exp_()
-    return base + total.log_()
+    return base, total
 
 
-def share(part: Tensor, whole: Tensor) -> Tensor:
-    """exp(part - whole), the weight of a partial in the merged result, 0 where nothing is there."""
-    return (part - torch.where(whole == -float("inf"), 0, whole)).exp_()
+def _share(lse: Tensor, base: Tensor, total: Tensor) -> Tensor:
+    """The weight of a partial in the merged result; exp(lse - merged lse) would lose digits where lses are large."""
+    return (lse - base).exp_().div_(torch.where(total == 0, 1, total))
 
 
-def weighted(x: Tensor, weight: Tensor) -> Tensor:
+def _weighted(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, H, D] times weight [H, T], with 0 where the weight is 0 even if x is NaN there."""
     w = weight.T[..., None]
     return torch.where(w == 0, 0, x * w)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,15 +11,18 @@ from torch import Tensor
 ROWS, COLS = 256, 512  # the capped form's tile
 
 
-class Dense(Protocol):
+class Dense(ABC):
     """Attention of q [B, H, S, D] on k, v [B, Hkv, C, D]; causal means that row i sees columns 0..i.
 
     bias [B, 1, S, C] is added to the logits. S and C are never 0. lse [B, H, S] is natural; a row whose bias is all
     -inf may get any lse.
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]: ...
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(out [B, H, S, D], lse [B, H, S])."""
 
+    @abstractmethod
     def backward(
         self,
         dout: Tensor,
@@ -30,18 +33,20 @@ class Dense(Protocol):
         lse: Tensor,
         causal: bool,
         bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv), where out and lse may come from a larger set of keys."""
 
 
 @dataclass(frozen=True)
-class FlashDense:
+class FlashDense(Dense):
     """torch's CPU flash operator. Its backward takes an out and an lse that may come from a larger set of keys."""
 
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        factor, scale = self._split_scale()
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=bias, scale=self.scale
+            q if factor == 1 else q * factor, k, v, 0.0, causal, attn_mask=bias, scale=scale
         )
 
     def backward(
@@ -55,13 +60,19 @@ class FlashDense:
         causal: bool,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=self.scale
+        factor, scale = self._split_scale()
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q if factor == 1 else q * factor, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
         )
+        return dq if factor == 1 else dq * factor, dk, dv
+
+    def _split_scale(self) -> tuple[float, float]:
+        """(factor for q, scale for the operator), which multiplies its causal -inf by a scale that must be positive."""
+        return (1.0, self.scale) if self.scale > 0 else (self.scale, 1.0)
 
 
 @dataclass(frozen=True)
-class CappedDense:
+class CappedDense(Dense):
     """Logits softcap * tanh(scale * q.k / softcap), tile by tile: memory O(ROWS * COLS) per head, online softmax."""
 
     scale: float
