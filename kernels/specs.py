@@ -1,0 +1,99 @@
+"""Each kernel as the compiler needs it described: argument types, compile-time values, alignments, launch options.
+
+For compiling without a device (`triton.compile(ASTSource(...), target=...)`): compile checks and static reports. The
+types are those that `attention_triton` and `combine_triton` pass on tensors whose strides are multiples of 16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kernels.attention_bwd import attention_delta, attention_dkdv, attention_dq
+from kernels.attention_fwd import attention_forward
+from kernels.tiling import Kernel, Tile, choose_tile, padded_width, use_descriptors
+
+ATTENTION: dict[Kernel, Any] = {"fwd": attention_forward, "dq": attention_dq, "dkdv": attention_dkdv}
+ELEMENT_SIZES = {"fp32": 4, "fp16": 2, "bf16": 2}
+_FP32_POINTERS = ("LSE", "LSE2", "DELTA", "DLSE")
+_INT_POINTERS = ("K_START", "K_END", "Q_START", "Q_END", "ORDER")
+_FLOATS = ("scale", "scale2", "cap_in", "cap", "cap2")
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Arguments of `triton.compiler.ASTSource` (fn, signature, constexprs, attrs) and options of `triton.compile`."""
+
+    fn: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    attrs: dict[tuple[int], list[list[Any]]]
+    options: dict[str, int]
+
+
+def attention_spec(
+    kernel: Kernel,
+    head_dim: int,
+    dtype: str,
+    target: str,
+    tile: Tile | None = None,
+    gaps: bool = False,
+    add: bool = False,
+    capped: bool = False,
+    sink: bool = False,
+    descriptors: bool | None = None,
+) -> KernelSpec:
+    """One of ATTENTION for D = Dv = head_dim and a dtype of ELEMENT_SIZES on a target such as "sm_90".
+
+    The tile and the use of descriptors are those of the tile table unless given; the options are the kernels' own.
+    """
+    fn, width = ATTENTION[kernel], padded_width(head_dim)
+    tile = tile or choose_tile(kernel, width, ELEMENT_SIZES[dtype], target)
+    constants: dict[str, Any] = {
+        "SIGN": 1, "GAPS": gaps, "CAPPED": capped, "ADD": add, "EXACT": dtype == "fp32", "WIDE": False,
+        "D": head_dim, "DV": head_dim, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "BLOCK_D": width, "BLOCK_DV": width,
+    }  # fmt: skip
+    if not (use_descriptors(target) if descriptors is None else descriptors):
+        constants |= dict.fromkeys(("K_TILES", "V_TILES", "Q_TILES", "DOUT_TILES"))
+    if not sink:
+        constants["SINK"] = None
+    rows = tile.block_m if kernel == "dkdv" else tile.block_n
+    types = {"OUT": "*fp32" if add else f"*{dtype}", "DQ": "*fp32" if add else f"*{dtype}"}
+    types |= {"DK": types["DQ"], "DV_": types["DQ"]}
+    types |= {name: f"tensordesc<{dtype}[1, {rows}, {width}]>" for name in ("K_TILES", "V_TILES", "Q_TILES")}
+    types |= {"DOUT_TILES": types["Q_TILES"]}
+    return _describe(fn, dtype, types, constants, {"num_warps": tile.warps, "num_stages": tile.stages})
+
+
+def delta_spec(head_dim: int, dtype: str, rows: int = 32) -> KernelSpec:
+    """The delta kernel, with a gradient of lse."""
+    constants = {"WIDE": False, "DV": head_dim, "BLOCK_M": rows, "BLOCK_DV": padded_width(head_dim)}
+    return _describe(attention_delta, dtype, {}, constants, {"num_warps": 4})
+
+
+def _describe(
+    fn: Any, dtype: str, types: dict[str, str], constants: dict[str, Any], options: dict[str, int]
+) -> KernelSpec:
+    """Types by name: what `types` says, else by the naming rules of the kernels' arguments."""
+    signature: dict[str, str] = {}
+    for name in fn.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in types:
+            signature[name] = types[name]
+        elif name in _FP32_POINTERS or name in _INT_POINTERS:
+            signature[name] = "*i32" if name in _INT_POINTERS else "*fp32"
+        elif name in _FLOATS:
+            signature[name] = "fp32"
+        else:
+            signature[name] = (
+                "i32" if name in ("Tq", "Tk", "T", "H", "Hkv", "group") or "stride" in name else f"*{dtype}"
+            )
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or (name.startswith("stride") and kind == "i32")
+    }
+    used = {name: value for name, value in constants.items() if name in fn.arg_names}
+    return KernelSpec(fn, signature, used, attrs, options)

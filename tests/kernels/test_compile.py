@@ -1,0 +1,70 @@
+"""Every kernel compiles for every target at the tile that the table chooses, fits there, and does not spill.
+
+The compiler runs in a process of its own, without the interpreter that other tests of this folder switch on.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
+DTYPES = ["bf16", "fp16", "fp32"]
+
+
+@lru_cache
+def gate(target: str, *more: str) -> list[dict]:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "bench.gate", "--target", target, *more]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(rows: list[dict], target: str) -> None:
+    assert rows
+    errors = {row["case"]: row["error"] for row in rows if row["error"]}
+    assert not errors, "\n".join(f"{case}: {error}" for case, error in errors.items())
+    for row in rows:
+        if row["kernel"] in ("fwd", "dq", "dkdv") and row["dtype"] != "fp32":
+            assert row["stages"] >= 2, f"{row['case']} is not pipelined"
+            kinds = {loop["kind"] for loop in row["loops"]}
+            assert kinds == {"full", "masked"}, f"{row['case']} has {sorted(kinds)} loops with matrix instructions"
+            if target != "gfx942":
+                spills = {loop["kind"]: loop["spills"] for loop in row["loops"] if loop["spills"]}
+                assert not spills, f"{row['case']} spills in its loops: {spills}"
+                if row["kernel"] != "dkdv":
+                    assert row["stack"] == 0, f"{row['case']} has {row['stack']} bytes of stack"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_covering_subset_compiles(target: str):
+    rows = gate(target)
+    check(rows, target)
+    assert {row["kernel"] for row in rows} >= {"fwd", "dq", "dkdv", "delta"}
+    assert {row["dtype"] for row in rows} == set(DTYPES)
+    assert {row["head_dim"] for row in rows} == {64, 80, 128, 256}
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("target", TARGETS)
+def test_everything_compiles(target: str, dtype: str):
+    rows = gate(target, "--every", "--dtype", dtype)
+    check(rows, target)
+    assert len([row for row in rows if row["kernel"] in ("fwd", "dq", "dkdv")]) == 3 * 4
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_option_of_a_launch_compiles(target: str):
+    rows = gate(target, "--options")
+    assert not [row["case"] for row in rows if row["error"]]
+    assert len(rows) == 10
