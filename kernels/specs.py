@@ -11,12 +11,14 @@ from typing import Any
 
 from kernels.attention_bwd import attention_delta, attention_dkdv, attention_dq
 from kernels.attention_fwd import attention_forward
+from kernels.combine_triton import merge_backward, merge_forward
 from kernels.tiling import Kernel, Tile, choose_tile, padded_width, use_descriptors
 
 ATTENTION: dict[Kernel, Any] = {"fwd": attention_forward, "dq": attention_dq, "dkdv": attention_dkdv}
 ELEMENT_SIZES = {"fp32": 4, "fp16": 2, "bf16": 2}
-_FP32_POINTERS = ("LSE", "LSE2", "DELTA", "DLSE")
+_FP32_POINTERS = ("LSE", "LSE2", "DELTA", "DLSE", "BASE", "TOTAL")
 _INT_POINTERS = ("K_START", "K_END", "Q_START", "Q_END", "ORDER")
+_INTS = ("Tq", "Tk", "T", "H", "Hkv", "group", "n")
 _FLOATS = ("scale", "scale2", "cap_in", "cap", "cap2")
 
 
@@ -25,9 +27,9 @@ class KernelSpec:
     """Arguments of `triton.compiler.ASTSource` (fn, signature, constexprs, attrs) and options of `triton.compile`."""
 
     fn: Any
-    signature: dict[str, str]
+    signature: dict[str, Any]
     constexprs: dict[str, Any]
-    attrs: dict[tuple[int], list[list[Any]]]
+    attrs: dict[tuple[int, ...], list[list[Any]]]
     options: dict[str, int]
 
 
@@ -72,11 +74,19 @@ def delta_spec(head_dim: int, dtype: str, rows: int = 32) -> KernelSpec:
     return _describe(attention_delta, dtype, {}, constants, {"num_warps": 4})
 
 
+def merge_spec(head_dim: int, dtype: str, backward: bool = False, partials: int = 2, rows: int = 16) -> KernelSpec:
+    """A merge kernel of some separate partials."""
+    constants = {"WIDE": False, "D": head_dim, "BLOCK_T": rows, "BLOCK_D": padded_width(head_dim)}
+    data, logs = (f"*{dtype}",) * partials, ("*fp32",) * partials
+    types: dict[str, Any] = {"OUTS": data, "DOUTS": data, "LSES": logs, "DLSES": logs}
+    return _describe(merge_backward if backward else merge_forward, dtype, types, constants, {"num_warps": 4})
+
+
 def _describe(
-    fn: Any, dtype: str, types: dict[str, str], constants: dict[str, Any], options: dict[str, int]
+    fn: Any, dtype: str, types: dict[str, Any], constants: dict[str, Any], options: dict[str, int]
 ) -> KernelSpec:
     """Types by name: what `types` says, else by the naming rules of the kernels' arguments."""
-    signature: dict[str, str] = {}
+    signature: dict[str, Any] = {}
     for name in fn.arg_names:
         if name in constants:
             signature[name] = "constexpr"
@@ -87,13 +97,12 @@ def _describe(
         elif name in _FLOATS:
             signature[name] = "fp32"
         else:
-            signature[name] = (
-                "i32" if name in ("Tq", "Tk", "T", "H", "Hkv", "group") or "stride" in name else f"*{dtype}"
-            )
-    attrs = {
-        (i,): [["tt.divisibility", 16]]
-        for i, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or (name.startswith("stride") and kind == "i32")
-    }
+            signature[name] = "i32" if name in _INTS or name.startswith("stride") else f"*{dtype}"
+    attrs: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, (name, kind) in enumerate(signature.items()):
+        if isinstance(kind, tuple):
+            attrs |= {(i, j): [["tt.divisibility", 16]] for j in range(len(kind))}
+        elif kind.startswith("*") or name.startswith("stride"):
+            attrs[i,] = [["tt.divisibility", 16]]
     used = {name: value for name, value in constants.items() if name in fn.arg_names}
     return KernelSpec(fn, signature, used, attrs, options)

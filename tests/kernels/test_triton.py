@@ -20,6 +20,7 @@ PARTS = {
     "precision": ["tests/kernels/test_attention.py", "-k", "triton and precision"],
     "layouts": ["tests/kernels/test_attention.py", "-k", "triton and not test_exact and not precision"],
     "rounds": ["tests/kernels/test_triton_rounds.py"],
+    "merge": ["tests/kernels/test_triton_merge.py"],
 }
 
 

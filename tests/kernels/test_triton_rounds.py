@@ -101,7 +101,7 @@ def test_a_round_without_keys_changes_nothing() -> None:
 def test_accumulating_refuses() -> None:
     """A sink would count once for each round, and half precision would lose digits at each."""
     mask, x = IntervalMask.from_cu_seqlens([0, 4]), torch.zeros(4, 1, 8)
-    with pytest.raises(ValueError, match=r"fp32 out and no sink, but out is torch.float16;"):
+    with pytest.raises(ValueError, match=r"fp32 out and no sink, but out is torch\.float16;"):
         forward_into(x, x, x, mask, x.half(), torch.zeros(1, 4), 1.0, add=True)
     with pytest.raises(ValueError, match="no sink"):
         forward_into(x, x, x, mask, x.clone(), torch.zeros(1, 4), 1.0, sink=torch.zeros(1), add=True)
