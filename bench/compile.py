@@ -1,4 +1,4 @@
-"""Compiling a Triton kernel for a chip that is not here: a kernel with its arguments' types, and the call that does it.
+"""Compiling a Triton kernel for a chip that is not here, and measuring what comes out.
 
 Triton's compiler needs the types of the arguments, which of them are multiples of 16, and the values of the constants;
 no device. Kernels that are decorated while the interpreter is on cannot be compiled.
@@ -15,28 +15,35 @@ from triton.compiler import ASTSource
 
 from bench.measure import KernelReport, Tile, measure
 from bench.targets import TARGETS
+from kernels.specs import KernelSpec
 
 
 @dataclass(frozen=True)
-class KernelSpec:
-    """One compilation.
+class Case:
+    """One compilation: a kernel as it is launched for a head dim, a dtype and a target.
 
-    `arguments` gives each parameter of `fn` (a `@triton.jit` function) in any order: a constexpr its value, any other
-    its type ("*bf16", "i32", "fp32", "tensordesc<bf16[64, 128]>"), with ":16" behind it where the value or address is a
-    multiple of 16. A parameter of another kind whose value is None is compiled away, as at a launch.
+    `tile` is one pass of its inner loop (None: no such loop), `copied` the bytes that tensor descriptors load in it.
+    `shared_kernel`: the kernel has loops of other tiles as well, which are left out. `option`: what is switched on.
     """
 
-    kernel: str  # fwd, dq, dkdv, delta, merge
-    fn: Any
-    arguments: Mapping[str, Any] = field(repr=False)
+    kernel: str  # fwd, dq, dkdv, delta, merge, merge_backward
     target: str
     dtype: str
     head_dim: int
-    warps: int
-    stages: int
+    spec: KernelSpec = field(repr=False)
     tile: Tile | None = None
     copied: int = 0
     peer: str | None = None
+    shared_kernel: bool = False
+    option: str = ""
+
+    @property
+    def warps(self) -> int:
+        return self.spec.options.get("num_warps", 4)
+
+    @property
+    def stages(self) -> int:
+        return self.spec.options.get("num_stages", 3)
 
     @property
     def tile_name(self) -> str:
@@ -44,44 +51,56 @@ class KernelSpec:
 
     @property
     def name(self) -> str:
-        who = f"{self.peer}:" if self.peer else ""
-        return f"{who}{self.kernel}-{self.target}-{self.dtype}-{self.head_dim}-{self.tile_name}"
+        who = f"{self.peer}: " if self.peer else ""
+        return (
+            f"{who}{self.kernel} {self.target} {self.dtype} D={self.head_dim} {self.tile_name} {self.option}".rstrip()
+        )
 
 
-def compile_spec(spec: KernelSpec) -> Any:
-    """What `triton.compile` makes of the spec; raises what the compiler raises, with the spec's name as a note.
+def describe(fn: Any, arguments: Mapping[str, Any], warps: int, stages: int) -> KernelSpec:
+    """The spec of a kernel from its arguments by name.
+
+    A constexpr has its value; any other its type ("*bf16", "i32", "fp32"), with ":16" behind it where the value or
+    address is a multiple of 16. One whose value is None is compiled away, as at a launch.
 
     Raises:
-        ValueError: the interpreter is on, or the arguments are not the kernel's parameters.
+        ValueError: the arguments are not the kernel's parameters.
     """
-    fn = spec.fn
-    if not isinstance(fn, triton.runtime.JITFunction):
-        raise ValueError(
-            f"{spec.name} is a {type(fn).__name__}, not a compilable kernel; run in a process without TRITON_INTERPRET=1"
-        )
-    if set(spec.arguments) != set(fn.arg_names):
-        odd = sorted(set(spec.arguments) ^ set(fn.arg_names))
-        raise ValueError(f"{spec.name}: {len(odd)} arguments differ from the kernel's parameters: {', '.join(odd)}")
+    if set(arguments) != set(fn.arg_names):
+        odd = sorted(set(arguments) ^ set(fn.arg_names))
+        raise ValueError(f"{fn.__name__}: {len(odd)} names are not both arguments and parameters: {', '.join(odd)}")
     signature, constants, attributes = {}, {}, {}
     for position, parameter in enumerate(fn.params):
-        value = spec.arguments[parameter.name]
+        value = arguments[parameter.name]
         if parameter.is_constexpr or value is None:
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
         else:
-            kind, _, multiple = value.partition(":")
-            signature[parameter.name] = kind
+            signature[parameter.name], _, multiple = value.partition(":")
             if multiple:
                 attributes[(position,)] = [["tt.divisibility", int(multiple)]]
-    source = ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=attributes)
-    target = TARGETS[spec.target].gpu
+    return KernelSpec(fn, signature, constants, attributes, {"num_warps": warps, "num_stages": stages})
+
+
+def compile_case(case: Case) -> Any:
+    """What `triton.compile` makes of the case; raises what the compiler raises, with the case's name as a note.
+
+    Raises:
+        ValueError: the interpreter is on.
+    """
+    spec = case.spec
+    if not isinstance(spec.fn, triton.runtime.JITFunction):
+        kind = type(spec.fn).__name__
+        raise ValueError(f"{case.name} is a {kind} and cannot be compiled; use a process without TRITON_INTERPRET=1")
+    source = ASTSource(fn=spec.fn, signature=spec.signature, constexprs=spec.constexprs, attrs=spec.attrs)
     try:
-        return triton.compile(source, target=target, options={"num_warps": spec.warps, "num_stages": spec.stages})
+        return triton.compile(source, target=TARGETS[case.target].gpu, options=spec.options)
     except Exception as error:
-        error.add_note(f"while compiling {spec.name}")
+        error.add_note(f"while compiling {case.name}")
         raise
 
 
-def report(spec: KernelSpec) -> KernelReport:
-    """Compile the spec and measure it."""
-    return measure(compile_spec(spec), TARGETS[spec.target], spec.dtype, spec.tile, spec.copied)
+def report(case: Case) -> KernelReport:
+    """Compile the case and measure it."""
+    target = TARGETS[case.target]
+    return measure(compile_case(case), target, case.dtype, case.tile, case.copied, case.shared_kernel)

@@ -132,10 +132,12 @@ def _registers(operands: str) -> list[str]:
     return names
 
 
-def masks(function: Function, loop: Loop, scores: float) -> bool:
-    """Does the loop mask `scores` scores per thread? Then it compares integers for each.
+def selects(function: Function, loop: Loop) -> int:
+    """None that tell of a mask: exponentials use them too."""
+    return 0
 
-    (Selects tell nothing here: they also guard exponentials.)
-    """
+
+def comparisons(function: Function, loop: Loop) -> int:
+    """The loop's integer comparisons: bounds, guarded copies and masks."""
     opcodes = [function.instructions[i].opcode for i in loop.members]
-    return sum(re.match(r"v_cmpx?_\w+_[iu](16|32|64)", op) is not None for op in opcodes) >= scores / 2
+    return sum(re.match(r"v_cmpx?_\w+_[iu](16|32|64)", op) is not None for op in opcodes)

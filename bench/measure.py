@@ -41,7 +41,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class LoopReport:
-    """An innermost loop with matrix instructions. `tiles`: how many tiles one pass computes (an unrolled loop: more)."""
+    """An innermost loop with matrix instructions. `tiles`: how many one pass computes (an unrolled loop: more)."""
 
     kind: str  # "full" or "masked"
     counts: dict[str, int]  # instructions per warp by class
@@ -87,16 +87,19 @@ class KernelReport:
         return max((x for x in self.loops if x.kind == kind), key=lambda x: x.issue_cycles, default=None)
 
 
-def measure(compiled: Any, target: Target, dtype: str, tile: Tile | None = None, copied: int = 0) -> KernelReport:
+def measure(
+    compiled: Any, target: Target, dtype: str, tile: Tile | None = None, copied: int = 0, others: bool = False
+) -> KernelReport:
     """Read what Triton compiled.
 
     Args:
         compiled: what `triton.compile` returns.
         target: the chip that it was compiled for.
         dtype: a key of `target.tensor`.
-        tile: one pass of the inner loop; None where the kernel has no loop worth counting. Its FLOP are the useful ones:
-            the instructions may do more, where a layout repeats work.
+        tile: one pass of the inner loop; None where the kernel has no loop worth counting. Its FLOP are the useful
+            ones: the instructions may do more, where a layout repeats work.
         copied: bytes that bulk tensor copies, whose size no instruction shows, bring into shared memory for one tile.
+        others: the kernel also has loops of other tiles: leave out those whose FLOP are not this tile's.
     """
     machine: ModuleType = gcn if target.gpu.backend == "hip" else sass
     name = compiled.metadata.name
@@ -112,6 +115,8 @@ def measure(compiled: Any, target: Target, dtype: str, tile: Tile | None = None,
     loops: list[Loop] = []
     if tile:
         loops = innermost_loops(function) or [x for x in innermost_loops(function, "fp") if _is_product(function, x)]
+    if tile and others:
+        loops = [x for x in loops if machine.flops(function, x, warps) == tile.flops]
     return KernelReport(
         registers=registers,
         stack=stack,
@@ -120,8 +125,28 @@ def measure(compiled: Any, target: Target, dtype: str, tile: Tile | None = None,
         occupancy=share,
         instructions=len(function.instructions),
         spills=sum(x.unit == "spill" for x in function.instructions),
-        loops=tuple(_loop(machine, function, x, target, dtype, tile, warps, copied) for x in loops if tile),
+        loops=tuple(
+            _loop(machine, function, x, kind, target, dtype, tile, warps, copied)
+            for x, kind in zip(
+                loops, _kinds(machine, function, loops, tile.rows * tile.columns / warps / lanes(target))
+            )
+        )
+        if tile
+        else (),
     )
+
+
+def _kinds(machine: ModuleType, function: Function, loops: list[Loop], scores: float) -> list[str]:
+    """Which loops mask `scores` scores per thread, and which are full.
+
+    A masked loop selects each score. Where the compiler makes predicates of the selects, it still compares for each: so
+    it compares that much more than the loop of the kernel that compares least.
+    """
+    compared = [machine.comparisons(function, loop) for loop in loops]
+    masked = [
+        machine.selects(function, loop) >= scores or n - min(compared) >= scores / 2 for loop, n in zip(loops, compared)
+    ]
+    return ["masked" if m else "full" for m in masked]
 
 
 def _is_product(function: Function, loop: Loop) -> bool:
@@ -134,6 +159,7 @@ def _loop(
     machine: ModuleType,
     function: Function,
     loop: Loop,
+    kind: str,
     target: Target,
     dtype: str,
     tile: Tile,
@@ -145,16 +171,18 @@ def _loop(
     threads = warps * lanes(target)
     scores = tile.rows * tile.columns / threads  # per thread and tile
     flops = machine.flops(function, loop, warps)
-    # an exponential for each score tells how many tiles a pass computes; where there are none, the FLOP do
-    tiles = counts["exp"] / scores if counts["exp"] else (flops or 0) / tile.flops
-    tiles = max(1, round(tiles))
+    # an unrolled pass computes several tiles; padded widths add to the FLOP alone, repeated work to exponentials too
+    tiles = int((flops or 0) / tile.flops)
+    if counts["exp"]:
+        tiles = min(tiles, round(counts["exp"] / scores))
+    tiles = max(1, tiles)
     flying = machine.overlapped(function, loop)
     work = [inside for inside, x in zip(flying, code) if x.unit in ("exp", "fp")]
     moved, operands = machine.shared_bytes(function, loop, warps)
     if any(x.opcode.startswith("UTMALDG") for x in code):
         moved += copied * tiles
     return LoopReport(
-        kind="masked" if machine.masks(function, loop, scores * tiles) else "full",
+        kind=kind,
         counts={unit: counts[unit] for unit in CLASSES},
         predicated=sum(bool(x.guard) for x in code),
         products=counts["tensor"],

@@ -22,21 +22,24 @@ _LABEL = re.compile(r"\s*(\.L_x_\d+):")
 _SECTION = re.compile(r"\s*\.section\s+\.text\.(\S+?),")
 _TARGET = re.compile(r"`\((\S+?)\)")
 
-_TENSOR = re.compile(r"(H|HG|I|IG|Q|QG|D|B|BG|O|UTCH|UTCQ|UTCI|UTCO)MMA$")
-_FP = frozenset(
-    "FFMA FFMA2 FMUL FMUL2 FADD FADD2 FMNMX FMNMX3 FSEL FSETP FSET FCHK FSWZADD F2FP HADD2 HMUL2 HFMA2 HMNMX2 HSET2 "
-    "HSETP2 F2F F2I I2F I2FP FRND DADD DMUL DFMA DSETP".split()
-)
-_SHARED = frozenset("LDS LDSM STS STSM ATOMS SHFL LDTM STTM UTCCP".split())
-_GLOBAL = frozenset(
-    "LD ST LDG STG LDGSTS LDGMC RED ATOM ATOMG UTMALDG UTMASTG UTMAREDG UTMAPF UBLKCP UBLKRED LDC LDCU ULDC CCTL "
-    "CCTLL PREFETCH".split()
-)
-_SYNC = frozenset(
-    "BAR B2R WARPGROUP DEPBAR LDGDEPBAR SYNCS MEMBAR FENCE WARPSYNC ERRBAR UTCBAR UTMACMDFLUSH UTMACCTL NANOSLEEP "
-    "ELECT VOTE VOTEU YIELD ARRIVES UCGABAR_ARV UCGABAR_WAIT ACQBULK USETMAXREG UTCATOMSWS".split()
-)
-_BRANCH = frozenset("BRA BRX JMP JMX CALL RET EXIT BSSY BSYNC BREAK BPT KILL".split())
+_UNITS = {
+    "tensor": re.compile("(H|HG|I|IG|Q|QG|D|B|BG|O|UTCH|UTCQ|UTCI|UTCO)MMA"),
+    "exp": re.compile("MUFU"),  # all special functions share the unit
+    "spill": re.compile("LDL|STL"),
+    "fp": re.compile(
+        "FFMA2?|FMUL2?|FADD2?|FMNMX3?|FSEL|FSETP?|FCHK|FSWZADD|F2FP|H(ADD|MUL|FMA|MNMX|SET|SETP)2|F2[FI]|I2FP?|FRND|"
+        "D(ADD|MUL|FMA|SETP)"
+    ),
+    "shared": re.compile("LDSM?|STSM?|ATOMS|SHFL|LDTM|STTM|UTCCP"),
+    "global": re.compile(
+        "LD|ST|LDG|STG|LDGSTS|LDGMC|RED|ATOMG?|UTMALDG|UTMASTG|UTMAREDG|UTMAPF|UBLKCP|UBLKRED|LDCU?|ULDC|CCTLL?|PREFETCH"
+    ),
+    "sync": re.compile(
+        "BAR|B2R|WARPGROUP|DEPBAR|LDGDEPBAR|SYNCS|MEMBAR|FENCE|WARPSYNC|ERRBAR|UTCBAR|UTMACMDFLUSH|UTMACCTL|NANOSLEEP|"
+        "ELECT|VOTEU?|YIELD|ARRIVES|UCGABAR_(ARV|WAIT)|ACQBULK|USETMAXREG|UTCATOMSWS"
+    ),
+    "branch": re.compile("BR[AX]|JM[PX]|CALL|RET|EXIT|BSSY|BSYNC|BREAK|BPT|KILL"),
+}
 
 # issue slots after which an HMMA has left its pipeline: its latency is about 33 cycles (sm_80, m16n8k16)
 _HMMA_LATENCY = 32
@@ -92,14 +95,8 @@ def _instruction(guard: str, opcode: str, operands: str) -> Instruction:
 
 
 def _unit(base: str) -> str:
-    if _TENSOR.match(base):
-        return "tensor"
-    if base == "MUFU":
-        return "exp"  # all special functions share the unit
-    if base in ("LDL", "STL"):
-        return "spill"
-    for unit, names in (("fp", _FP), ("shared", _SHARED), ("global", _GLOBAL), ("sync", _SYNC), ("branch", _BRANCH)):
-        if base in names:
+    for unit, names in _UNITS.items():
+        if names.fullmatch(base):
             return unit
     return "integer"  # address arithmetic, predicates, moves, uniform registers
 
@@ -279,13 +276,14 @@ class _Registers(_Flight):
         return bool(self.results)
 
 
-def masks(function: Function, loop: Loop, scores: float) -> bool:
-    """Does the loop mask `scores` scores per thread? Then each is selected, or executes under a compared predicate.
+def selects(function: Function, loop: Loop) -> int:
+    """The loop's selects between numbers: a mask needs one for each score, anything else a few for each row."""
+    return sum(function.instructions[i].opcode.startswith("FSEL") for i in loop.members)
 
-    A loop without a mask has few selects, and compares for its bounds and its copies alone.
-    """
-    bases = [function.instructions[i].opcode.split(".")[0] for i in loop.members]
-    return bases.count("FSEL") >= scores / 2 or bases.count("ISETP") >= 2 * scores
+
+def comparisons(function: Function, loop: Loop) -> int:
+    """The loop's integer comparisons and all selects: bounds, guarded copies and masks."""
+    return sum(re.match(r"ISETP|F?SEL\b", function.instructions[i].opcode) is not None for i in loop.members)
 
 
 def issued(function: Function, loop: Loop) -> int:

@@ -72,12 +72,10 @@ def test_products_fly_until_read_or_done():
 def test_resources_come_from_the_metadata():
     text = ".group_segment_fixed_size: 128\n .private_segment_fixed_size: 16\n .vgpr_count:     256\n"
     assert gcn.resource_usage(text, "k") == (256, 16, 128)
-    with pytest.raises(ValueError, match="no .vgpr_count"):
+    with pytest.raises(ValueError, match=r"no \.vgpr_count"):
         gcn.resource_usage("", "k")
 
 
-def test_masks_are_integer_compares():
-    floats = read(*["v_cmp_lt_f32_e32 vcc, v1, v2", "v_cndmask_b32_e32 v1, v2, v3, vcc"] * 8)
-    assert not gcn.masks(floats, whole(floats), 8)
-    integers = read(*["v_cmp_lt_i32_e32 vcc, v1, v2", "v_cndmask_b32_e32 v1, v2, v3, vcc"] * 8)
-    assert gcn.masks(integers, whole(integers), 8)
+def test_comparisons_are_of_integers():
+    function = read("v_cmp_lt_f32_e32 vcc, v1, v2", "v_cndmask_b32_e32 v1, v2, v3, vcc", "v_cmp_lt_i32_e32 vcc, v1, v2")
+    assert gcn.comparisons(function, whole(function)) == 1

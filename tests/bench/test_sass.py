@@ -189,10 +189,6 @@ def test_blackwell_products_fly_until_their_barrier():
     ) == {"R1": True, "R4": True, "R5": False}
 
 
-def test_masks_are_selects_or_many_compares():
-    plain = read("ISETP.GE.AND P0, PT, R1, R2, PT", "FSEL R1, R2, R3, P0", "FADD R1, R2, R3")
-    assert not sass.masks(plain, whole(plain), 8)
-    selects = read(*["FSEL R1, R2, R3, P0"] * 8)
-    assert sass.masks(selects, whole(selects), 8)
-    compares = read(*["ISETP.GE.AND P0, PT, R1, R2, PT"] * 16)
-    assert sass.masks(compares, whole(compares), 8)
+def test_selects_and_comparisons():
+    function = read("ISETP.GE.AND P0, PT, R1, R2, PT", "FSEL R1, R2, R3, P0", "SEL R1, R2, R3, P0", "FADD R1, R2, R3")
+    assert (sass.selects(function, whole(function)), sass.comparisons(function, whole(function))) == (1, 3)

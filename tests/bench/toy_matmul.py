@@ -10,7 +10,7 @@ import sys
 import triton
 import triton.language as tl
 
-from bench.compile import KernelSpec, compile_spec
+from bench.compile import Case, compile_case, describe
 from bench.measure import Tile, measure
 from bench.targets import TARGETS
 
@@ -33,8 +33,8 @@ def main() -> None:
     arguments = {"A": f"*{dtype}:16", "B": f"*{dtype}:16", "C": "*fp32:16", "K": "i32:16"}
     constants = {"EXP": exp, "M": 64, "N": 64, "STEP": 32}
     tile = Tile(64, 64, 32, 1)
-    spec = KernelSpec("matmul", matmul, arguments | constants, target, dtype, 32, warps, 2, tile)
-    report = measure(compile_spec(spec), TARGETS[target], dtype, tile)
+    case = Case("matmul", target, dtype, 32, describe(matmul, arguments | constants, warps, 2), tile)
+    report = measure(compile_case(case), TARGETS[target], dtype, tile)
     print(json.dumps(dataclasses.asdict(report)))
 
 

@@ -1,7 +1,7 @@
-"""Open attention kernels compiled for the same targets, to stand beside ours. All are optional.
+"""fla-core (flash-linear-attention, https://github.com/fla-org/flash-linear-attention) compiled for our targets.
 
-`fla-core` (flash-linear-attention, https://github.com/fla-org/flash-linear-attention): `parallel_attn`, causal, with
-documents by cu_seqlens. Its tiles are those that its launcher picks for the target's shared memory.
+`parallel_attn`: causal, with documents by cu_seqlens, at the tiles that its launcher picks for the target. An optional
+peer: `pip install fla-core==0.6.0 --no-deps`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import importlib
 import importlib.metadata
 from typing import Any
 
-from bench.compile import KernelSpec
+from bench.compile import Case, describe
 from bench.measure import Tile
 
 _HEADS, _GROUP = 32, 4
 
 
-def fla_specs(head_dim: int, dtype: str, target: str) -> list[KernelSpec]:
+def fla_cases(head_dim: int, dtype: str, target: str) -> list[Case]:
     """The forward, dq and dk/dv kernels of fla-core.
 
     Raises:
@@ -29,7 +29,7 @@ def fla_specs(head_dim: int, dtype: str, target: str) -> list[KernelSpec]:
         raise ImportError(f"fla-core is not here ({error}); pip install fla-core==0.6.0 --no-deps") from error
     peer = f"fla-core {version}"
     width = max(16, 1 << (head_dim - 1).bit_length())
-    specs = []
+    cases = []
     for kernel, name in (("fwd", "fwd_kernel"), ("dq", "bwd_kernel_dq"), ("dkdv", "bwd_kernel_dkv")):
         launched: Any = getattr(module, f"parallel_attn_{name}")
         for rows, columns, warps in _fla_tiles(kernel, head_dim, target):
@@ -44,9 +44,10 @@ def fla_specs(head_dim: int, dtype: str, target: str) -> list[KernelSpec]:
             arguments = {p: known.get(p, f"*{dtype}:16") for p in fn.arg_names}
             products = {"fwd": 2, "dq": 3, "dkdv": 4}[kernel]
             tile = Tile(rows, columns, head_dim, products)
-            # its launcher gives no number of stages: the compiler's default on NVIDIA is 3
-            specs.append(KernelSpec(kernel, fn, arguments, target, dtype, head_dim, warps, 3, tile, peer=peer))
-    return specs
+            # its launcher gives no number of stages: the compiler's default is 3 on NVIDIA, 2 on AMD
+            spec = describe(fn, arguments, warps, 2 if target == "gfx942" else 3)
+            cases.append(Case(kernel, target, dtype, head_dim, spec, tile, peer=peer))
+    return cases
 
 
 def _fla_tiles(kernel: str, head_dim: int, target: str) -> list[tuple[int, int, int]]:
