@@ -12,6 +12,7 @@ from bench.measure import Tile
 from bench.targets import TARGETS
 from kernels.specs import ELEMENT_SIZES, attention_spec, delta_spec, merge_spec
 from kernels.tiling import Kernel, choose_tile, padded_width
+from kernels.tiling import Tile as Chosen
 
 PRODUCTS: dict[Kernel, int] = {"fwd": 2, "dq": 3, "dkdv": 4}
 HEAD_DIMS = (64, 80, 128, 256)
@@ -23,8 +24,10 @@ _COVERING: tuple[tuple[Kernel, int, str], ...] = (
 )  # fmt: skip
 
 
-def attention_case(kernel: Kernel, head_dim: int, dtype: str, target: str, option: str | None = None) -> Case:
-    """A kernel of PRODUCTS at its chosen tile; `option`, one of OPTIONS, is what the launch switches on.
+def attention_case(
+    kernel: Kernel, head_dim: int, dtype: str, target: str, option: str | None = None, tile: Chosen | None = None
+) -> Case:
+    """A kernel of PRODUCTS at `tile`, by default its chosen one; `option`, one of OPTIONS, is what is switched on.
 
     Raises:
         ValueError: an option that is none of OPTIONS.
@@ -33,14 +36,14 @@ def attention_case(kernel: Kernel, head_dim: int, dtype: str, target: str, optio
         raise ValueError(f"{option!r} is no option of a launch; use one of {', '.join(OPTIONS)}")
     size = ELEMENT_SIZES[dtype]
     on = {name: name == option for name in OPTIONS}
+    tile = tile or choose_tile(kernel, padded_width(head_dim), size, target)
     spec = attention_spec(
-        kernel, head_dim, dtype, target, add=on["add"], capped=on["capped"], gaps=on["gaps"], sink=on["sink"]
+        kernel, head_dim, dtype, target, tile, add=on["add"], capped=on["capped"], gaps=on["gaps"], sink=on["sink"]
     )
-    chosen = choose_tile(kernel, padded_width(head_dim), size, target)
-    tile = Tile(chosen.block_m, chosen.block_n, head_dim, PRODUCTS[kernel])
-    streamed = chosen.block_m if kernel == "dkdv" else chosen.block_n
+    streamed = tile.block_m if kernel == "dkdv" else tile.block_n
     copied = 2 * streamed * padded_width(head_dim) * size  # keys and values, or queries and dout
-    return Case(kernel, target, dtype, head_dim, spec, tile, copied, option=option or "")
+    once = Tile(tile.block_m, tile.block_n, head_dim, PRODUCTS[kernel])
+    return Case(kernel, target, dtype, head_dim, spec, once, copied, option=option or "")
 
 
 def attention_cases(

@@ -62,7 +62,7 @@ def outcome(case: Case) -> dict[str, Any]:
             f"{found.shared} bytes of shared memory and {found.registers} registers x {case.warps} warps do not fit a "
             f"core ({limits.shared_bytes} bytes, {limits.registers} registers); choose a smaller tile or fewer stages"
         )
-    loops = [{"kind": x.kind, "products": x.products, "spills": x.spills, "flops": x.flops} for x in found.loops]
+    loops = [{"kind": x.kind, "products": x.products, "spills": x.spills, "copies": x.copies} for x in found.loops]
     return row | {"registers": found.registers, "stack": found.stack, "shared": found.shared, "loops": loops}
 
 

@@ -50,6 +50,7 @@ class LoopReport:
     flops: int | None  # of one pass by the instructions' own shapes
     tiles: int
     spills: int
+    copies: int  # asynchronous copies into shared memory: none on NVIDIA means no software pipelining
     tensor_cycles: float  # of one tile; so are the cycles below
     issue_cycles: float
     exp_cycles: float
@@ -189,6 +190,7 @@ def _loop(
         flops=flops,
         tiles=tiles,
         spills=counts["spill"],
+        copies=sum(x.opcode.startswith(("LDGSTS", "UTMALDG")) for x in code),
         tensor_cycles=tile.flops / target.tensor[dtype],
         issue_cycles=machine.issued(function, loop) * threads / target.issue / tiles,
         exp_cycles=counts["exp"] * threads / target.exp / tiles,

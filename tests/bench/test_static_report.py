@@ -27,7 +27,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def loop(kind: str, tensor: float, issue: float, exp: float, shared: float) -> LoopReport:
     return LoopReport(
-        kind=kind, counts={}, predicated=0, products=1, flops=1, tiles=1, spills=0, tensor_cycles=tensor,
+        kind=kind, counts={}, predicated=0, products=1, flops=1, tiles=1, spills=0, copies=1, tensor_cycles=tensor,
         issue_cycles=issue, exp_cycles=exp, shared_cycles=shared, operand_cycles=shared, overlap=0.25,
     )  # fmt: skip
 

@@ -36,6 +36,7 @@ def check(rows: list[dict], target: str) -> None:
             kinds = {loop["kind"] for loop in row["loops"]}
             assert kinds == {"full", "masked"}, f"{row['case']} has {sorted(kinds)} loops with matrix instructions"
             if target != "gfx942":
+                assert all(loop["copies"] for loop in row["loops"]), f"{row['case']}: a loop copies nothing ahead"
                 spills = {loop["kind"]: loop["spills"] for loop in row["loops"] if loop["spills"]}
                 assert not spills, f"{row['case']} spills in its loops: {spills}"
                 if row["kernel"] != "dkdv":
