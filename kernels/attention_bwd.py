@@ -42,28 +42,30 @@ def attention_delta(OUT, DOUT, LSE, DLSE, DELTA, LSE2, T, H, stride_ot, stride_o
 
 
 @jit
-def _dq_part(dq, q, dout, lse2, delta, K, V, K_TILES, V_TILES, Q_START, Q_END, hk, lo, hi, Tk, stride_kt, stride_vt,
-             k_start, k_end, scale2, cap_in, cap2, LEFT: tl.constexpr, RIGHT: tl.constexpr, GAPS: tl.constexpr,
-             CAPPED: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
-             BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+def _dq_part(dq, q, dout, lse2, delta, K, V, K_TILES, V_TILES, Q_START, Q_END, hk, k_column, v_column, lo, hi, Tk,
+             stride_kt, stride_vt, k_start, k_end, scale2, cap_in, cap2, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+             GAPS: tl.constexpr, CAPPED: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+             BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """One part of the loop over key tiles; dq [M, D] fp32, not yet scaled."""
     MASKED: tl.constexpr = LEFT or RIGHT
     cols = tl.arange(0, BLOCK_N)
     for first in tl.range(lo, hi, BLOCK_N):  # pyright: ignore[reportGeneralTypeIssues]
         alive = alive_rows(Q_START, Q_END, first, Tk, MASKED and GAPS, BLOCK_N)
-        k = load_tile(K, K_TILES, hk, first, stride_kt, alive, MASKED, GAPS, D, BLOCK_N, BLOCK_D, WIDE)
-        v = load_tile(V, V_TILES, hk, first, stride_vt, alive, MASKED, GAPS, DV, BLOCK_N, BLOCK_DV, WIDE)
+        k = load_tile(K, K_TILES, hk, k_column, first, stride_kt, alive, MASKED, GAPS, D, BLOCK_N, BLOCK_D, WIDE)
+        v = load_tile(V, V_TILES, hk, v_column, first, stride_vt, alive, MASKED, GAPS, DV, BLOCK_N, BLOCK_DV, WIDE)
+        dp = tl.dot(dout, tl.trans(v), input_precision="ieee")  # before s, which leaves more registers
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+        if MASKED and not CAPPED:
+            s = tl.where(seen_pairs(cols, k_start, k_end, first, LEFT, RIGHT), s, -float("inf"))
         if CAPPED:
             t = tanh(s * cap_in)
             p = tl.math.exp2(t * cap2 - lse2[:, None])
+            if MASKED:
+                p = tl.where(seen_pairs(cols, k_start, k_end, first, LEFT, RIGHT), p, 0.0)
             ds = p * (dp - delta[:, None]) * (1.0 - t * t)
         else:
             p = tl.math.exp2(s * scale2 - lse2[:, None])
             ds = p * (dp - delta[:, None])
-        if MASKED:
-            ds = tl.where(seen_pairs(cols, k_start, k_end, first, LEFT, RIGHT), ds, 0.0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
@@ -85,10 +87,13 @@ def attention_dq(Q, K, V, K_TILES, V_TILES, DOUT, DQ, LSE2, DELTA, K_START, K_EN
     first = tl.load(ORDER + program // H) * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
     live = rows < Tq
+    alive = alive_rows(K_START, K_END, first, Tq, GAPS, BLOCK_M)
     K += hk.to(tl.int64) * stride_kh
     V += hk.to(tl.int64) * stride_vh
-    q = load_rows(Q + h.to(tl.int64) * stride_qh, first, stride_qt, live, True, D, BLOCK_M, BLOCK_D, WIDE)
-    dout = load_rows(DOUT + h.to(tl.int64) * stride_dh, first, stride_dt, live, True, DV, BLOCK_M, BLOCK_DV, WIDE)
+    k_column = hk * stride_kh
+    v_column = hk * stride_vh
+    q = load_rows(Q + h.to(tl.int64) * stride_qh, first, stride_qt, alive, True, D, BLOCK_M, BLOCK_D, WIDE)
+    dout = load_rows(DOUT + h.to(tl.int64) * stride_dh, first, stride_dt, alive, True, DV, BLOCK_M, BLOCK_DV, WIDE)
     if SIGN != 1:
         q = (q * SIGN).to(q.dtype)
     lse2 = tl.load(LSE2 + h.to(tl.int64) * stride_xh + rows, mask=live, other=float("inf"))
@@ -97,21 +102,27 @@ def attention_dq(Q, K, V, K_TILES, V_TILES, DOUT, DQ, LSE2, DELTA, K_START, K_EN
     k_end = tl.load(K_END + rows, mask=live, other=0)
     lo, full_lo, full_hi, hi = loop_parts(K_START, K_END, first, tl.minimum(first + BLOCK_M, Tq) - 1, BLOCK_N)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    dq = _dq_part(dq, q, dout, lse2, delta, K, V, K_TILES, V_TILES, Q_START, Q_END, hk, lo, full_lo, Tk, stride_kt,
-                  stride_vt, k_start, k_end, scale2, cap_in, cap2, True, True, GAPS, CAPPED, WIDE, D, DV, BLOCK_N,
-                  BLOCK_D, BLOCK_DV)  # fmt: skip
-    dq = _dq_part(dq, q, dout, lse2, delta, K, V, K_TILES, V_TILES, Q_START, Q_END, hk, full_lo, full_hi, Tk, stride_kt,
-                  stride_vt, k_start, k_end, scale2, cap_in, cap2, False, False, GAPS, CAPPED, WIDE, D, DV, BLOCK_N,
-                  BLOCK_D, BLOCK_DV)  # fmt: skip
-    dq = _dq_part(dq, q, dout, lse2, delta, K, V, K_TILES, V_TILES, Q_START, Q_END, hk, full_hi, hi, Tk, stride_kt,
-                  stride_vt, k_start, k_end, scale2, cap_in, cap2, False, True, GAPS, CAPPED, WIDE, D, DV, BLOCK_N,
-                  BLOCK_D, BLOCK_DV)  # fmt: skip
+    dq = _dq_part(
+        dq, q, dout, lse2, delta, K, V, K_TILES, V_TILES, Q_START, Q_END, hk, k_column, v_column, lo, full_lo, Tk,
+        stride_kt, stride_vt, k_start, k_end, scale2, cap_in, cap2, True, True, GAPS, CAPPED, WIDE, D, DV, BLOCK_N,
+        BLOCK_D, BLOCK_DV)  # fmt: skip
+    dq = _dq_part(
+        dq, q, dout, lse2, delta, K, V, K_TILES, V_TILES, Q_START, Q_END, hk, k_column, v_column, full_lo, full_hi, Tk,
+        stride_kt, stride_vt, k_start, k_end, scale2, cap_in, cap2, False, False, GAPS, CAPPED, WIDE, D, DV, BLOCK_N,
+        BLOCK_D, BLOCK_DV)  # fmt: skip
+    dq = _dq_part(
+        dq, q, dout, lse2, delta, K, V, K_TILES, V_TILES, Q_START, Q_END, hk, k_column, v_column, full_hi, hi, Tk,
+        stride_kt, stride_vt, k_start, k_end, scale2, cap_in, cap2, False, True, GAPS, CAPPED, WIDE, D, DV, BLOCK_N,
+        BLOCK_D, BLOCK_DV)  # fmt: skip
+    # found again rather than kept: every register counts in the loops
+    first = tl.load(ORDER + tl.program_id(0) // H, volatile=True) * BLOCK_M
+    h = tl.program_id(0) % H
     store_rows(DQ + h.to(tl.int64) * stride_gh, first, Tq, stride_gt, dq * scale, ADD, D, BLOCK_M, BLOCK_D, WIDE)
 
 
 @jit
-def _dkdv_part(dk, dv, k, v, Q, DOUT, Q_TILES, DOUT_TILES, LSE2, DELTA, K_START, K_END, h, lo, hi, Tq, stride_qt,
-               stride_dt, q_start, q_end, scale2, cap_in, cap2, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+def _dkdv_part(dk, dv, k, v, Q, DOUT, Q_TILES, DOUT_TILES, LSE2, DELTA, K_START, K_END, h, q_column, d_column, lo, hi,
+               Tq, stride_qt, stride_dt, q_start, q_end, scale2, cap_in, cap2, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                GAPS: tl.constexpr, CAPPED: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
                BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """One part of the loop over one head's query tiles; transposed, so that dk [N, D], dv [N, DV] grow in registers."""
@@ -119,8 +130,10 @@ def _dkdv_part(dk, dv, k, v, Q, DOUT, Q_TILES, DOUT_TILES, LSE2, DELTA, K_START,
     cols = tl.arange(0, BLOCK_M)
     for first in tl.range(lo, hi, BLOCK_M):  # pyright: ignore[reportGeneralTypeIssues]
         alive = alive_rows(K_START, K_END, first, Tq, MASKED and GAPS, BLOCK_M)
-        q = load_tile(Q, Q_TILES, h, first, stride_qt, alive, MASKED, GAPS, D, BLOCK_M, BLOCK_D, WIDE)
-        dout = load_tile(DOUT, DOUT_TILES, h, first, stride_dt, alive, MASKED, GAPS, DV, BLOCK_M, BLOCK_DV, WIDE)
+        q = load_tile(Q, Q_TILES, h, q_column, first, stride_qt, alive, MASKED, GAPS, D, BLOCK_M, BLOCK_D, WIDE)
+        dout = load_tile(
+            DOUT, DOUT_TILES, h, d_column, first, stride_dt, alive, MASKED, GAPS, DV, BLOCK_M, BLOCK_DV, WIDE
+        )
         if MASKED:
             lse2 = tl.load(LSE2 + first + cols, mask=first + cols < Tq, other=float("inf"))
             delta = tl.load(DELTA + first + cols, mask=first + cols < Tq, other=0.0)
@@ -128,14 +141,16 @@ def _dkdv_part(dk, dv, k, v, Q, DOUT, Q_TILES, DOUT_TILES, LSE2, DELTA, K_START,
             lse2 = tl.load(LSE2 + first + cols)
             delta = tl.load(DELTA + first + cols)
         s = tl.dot(k, tl.trans(q), input_precision="ieee")
+        if MASKED and not CAPPED:
+            s = tl.where(seen_pairs(cols, q_start, q_end, first, LEFT, RIGHT), s, -float("inf"))
         if CAPPED:
             t = tanh(s * cap_in)
             p = tl.math.exp2(t * cap2 - lse2[None, :])
+            if MASKED:
+                p = tl.where(seen_pairs(cols, q_start, q_end, first, LEFT, RIGHT), p, 0.0)
         else:
             t = s  # not used
             p = tl.math.exp2(s * scale2 - lse2[None, :])
-        if MASKED:
-            p = tl.where(seen_pairs(cols, q_start, q_end, first, LEFT, RIGHT), p, 0.0)
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
         dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
         ds = p * (dp - delta[None, :])
@@ -177,14 +192,22 @@ def attention_dkdv(Q, K, V, Q_TILES, DOUT_TILES, DOUT, DK, DV_, LSE2, DELTA, K_S
         DOUT_h = DOUT + h.to(tl.int64) * stride_dh
         LSE2_h = LSE2 + h.to(tl.int64) * stride_xh
         DELTA_h = DELTA + h.to(tl.int64) * stride_xh
-        dk, dv = _dkdv_part(dk, dv, k, v, Q_h, DOUT_h, Q_TILES, DOUT_TILES, LSE2_h, DELTA_h, K_START, K_END, h, lo,
-                            full_lo, Tq, stride_qt, stride_dt, q_start, q_end, scale2, cap_in, cap2, True, True, GAPS,
-                            CAPPED, WIDE, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV)  # fmt: skip
-        dk, dv = _dkdv_part(dk, dv, k, v, Q_h, DOUT_h, Q_TILES, DOUT_TILES, LSE2_h, DELTA_h, K_START, K_END, h, full_lo,
-                            full_hi, Tq, stride_qt, stride_dt, q_start, q_end, scale2, cap_in, cap2, False, False, GAPS,
-                            CAPPED, WIDE, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV)  # fmt: skip
-        dk, dv = _dkdv_part(dk, dv, k, v, Q_h, DOUT_h, Q_TILES, DOUT_TILES, LSE2_h, DELTA_h, K_START, K_END, h, full_hi,
-                            hi, Tq, stride_qt, stride_dt, q_start, q_end, scale2, cap_in, cap2, False, True, GAPS,
-                            CAPPED, WIDE, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV)  # fmt: skip
+        q_column = h * stride_qh
+        d_column = h * stride_dh
+        dk, dv = _dkdv_part(
+            dk, dv, k, v, Q_h, DOUT_h, Q_TILES, DOUT_TILES, LSE2_h, DELTA_h, K_START, K_END, h, q_column, d_column, lo,
+            full_lo, Tq, stride_qt, stride_dt, q_start, q_end, scale2, cap_in, cap2, True, True, GAPS, CAPPED, WIDE, D,
+            DV, BLOCK_M, BLOCK_D, BLOCK_DV)  # fmt: skip
+        dk, dv = _dkdv_part(
+            dk, dv, k, v, Q_h, DOUT_h, Q_TILES, DOUT_TILES, LSE2_h, DELTA_h, K_START, K_END, h, q_column, d_column,
+            full_lo, full_hi, Tq, stride_qt, stride_dt, q_start, q_end, scale2, cap_in, cap2, False, False, GAPS,
+            CAPPED, WIDE, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV)  # fmt: skip
+        dk, dv = _dkdv_part(
+            dk, dv, k, v, Q_h, DOUT_h, Q_TILES, DOUT_TILES, LSE2_h, DELTA_h, K_START, K_END, h, q_column, d_column,
+            full_hi, hi, Tq, stride_qt, stride_dt, q_start, q_end, scale2, cap_in, cap2, False, True, GAPS, CAPPED,
+            WIDE, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV)  # fmt: skip
+    # found again rather than kept: every register counts in the loops
+    first = tl.load(ORDER + tl.program_id(0) // Hkv, volatile=True) * BLOCK_N
+    hk = tl.program_id(0) % Hkv
     store_rows(DK + hk.to(tl.int64) * stride_gkh, first, Tk, stride_gkt, dk * scale, ADD, D, BLOCK_N, BLOCK_D, WIDE)
     store_rows(DV_ + hk.to(tl.int64) * stride_gvh, first, Tk, stride_gvt, dv, ADD, DV, BLOCK_N, BLOCK_DV, WIDE)

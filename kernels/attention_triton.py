@@ -15,12 +15,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.attention_bwd import attention_delta, attention_dkdv, attention_dq
 from kernels.attention_fwd import attention_forward
-from kernels.mask import IntervalMask
+from kernels.mask import INT32_MAX, IntervalMask
 from kernels.runtime import interpreted, target_name
-from kernels.tiling import Kernel, Tile, choose_tile, padded_width, tile_order, use_descriptors
+from kernels.tiling import Kernel, Tile, choose_tile, late_sum, padded_width, tile_order, use_descriptors
 
 LOG2E = math.log2(math.e)
 DELTA_ROWS = 32  # rows per program of the delta kernel
@@ -127,7 +128,7 @@ def forward_into(
         LOG2E if softcap is not None else call.scale2, call.cap_in, softcap or 0.0, mask.Tq, mask.Tk,
         q.shape[1], q.shape[1] // k.shape[1],
         *_strides(q), *_strides(k), *_strides(v), *_strides(out), lse.stride(0),
-        ADD=add, EXACT=q.dtype == torch.float32, **call.constants(),
+        ADD=add, EXACT=q.dtype == torch.float32, LATE=late_sum(call.target), **call.constants(),
     )  # fmt: skip
 
 
@@ -249,17 +250,17 @@ class _Call:
         return (self.order(side).shape[0] * self.heads,)
 
     def descriptor(self, x: Tensor, rows: int, block: int) -> Any:
-        """A tensor descriptor [heads, rows, width] of x [T, heads, width] in tiles of `block` rows, if possible."""
-        if not use_descriptors(self.target) or not rows:
+        """A tensor descriptor of x [T, heads, width] in tiles of `block` rows as `load_tile` takes it, if possible."""
+        _, heads, width = x.shape
+        columns = (heads - 1) * x.stride(1) + width
+        steps = (x.stride(1) * x.element_size(), x.stride(0) * x.element_size())
+        aligned = x.data_ptr() % 16 == 0 and all(step % 16 == 0 and step > 0 for step in steps)
+        if not (use_descriptors(self.target) and rows and aligned and columns <= INT32_MAX):
             return None
-        size = x.element_size()
-        steps = (x.stride(1) * size, x.stride(0) * size)
-        if x.data_ptr() % 16 or any(step % 16 or step <= 0 for step in steps):
-            return None
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        shape, strides = [x.shape[1], rows, x.shape[2]], [x.stride(1), x.stride(0), 1]
-        return TensorDescriptor(x, shape, strides, [1, block, padded_width(x.shape[2])])
+        if width == padded_width(width):
+            return TensorDescriptor(x, [rows, columns], [x.stride(0), 1], [block, width])
+        shape, strides = [heads, rows, width], [x.stride(1), x.stride(0), 1]
+        return TensorDescriptor(x, shape, strides, [1, block, padded_width(width)])
 
     def constants(self) -> dict[str, Any]:
         """The compile-time arguments of every attention kernel, and the launch options."""

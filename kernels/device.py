@@ -54,15 +54,19 @@ def load_rows(X, first, stride, alive, MASKED: tl.constexpr, D: tl.constexpr, BL
 
 
 @jit
-def load_tile(X, TILES, head, first, stride, alive, MASKED: tl.constexpr, GAPS: tl.constexpr, D: tl.constexpr,
+def load_tile(X, TILES, head, column, first, stride, alive, MASKED: tl.constexpr, GAPS: tl.constexpr, D: tl.constexpr,
               BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """`load_rows`, through the tensor descriptor TILES [heads, n, D] where there is one and no row must be left out.
+    """`load_rows` of one head, through the tensor descriptor TILES where there is one and no row must be left out.
 
-    A descriptor fills rows from n on and columns from D on with 0. With GAPS a masked tile may hold rows that nobody
-    sees, which may be NaN, so it goes by pointers, row by row.
+    A descriptor fills what lies outside with 0. Where D fills the tile it is of [n, columns], the head beginning at
+    `column`, which takes fewer instructions; elsewhere of [heads, n, D]. With GAPS a masked tile may hold rows that
+    nobody sees, which may be NaN, so it goes by pointers, row by row.
     """
     if TILES is not None and not (MASKED and GAPS):
-        x = TILES.load([head, first, 0]).reshape(BLOCK, BLOCK_D)
+        if D == BLOCK_D:
+            x = TILES.load([first, column])
+        else:
+            x = TILES.load([head, first, 0]).reshape(BLOCK, BLOCK_D)
         if WIDE:
             x = x.to(tl.float32)
     else:

@@ -12,7 +12,7 @@ from typing import Any
 from kernels.attention_bwd import attention_delta, attention_dkdv, attention_dq
 from kernels.attention_fwd import attention_forward
 from kernels.combine_triton import merge_backward, merge_forward
-from kernels.tiling import Kernel, Tile, choose_tile, padded_width, use_descriptors
+from kernels.tiling import Kernel, Tile, choose_tile, late_sum, padded_width, use_descriptors
 
 ATTENTION: dict[Kernel, Any] = {"fwd": attention_forward, "dq": attention_dq, "dkdv": attention_dkdv}
 ELEMENT_SIZES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -53,7 +53,7 @@ def attention_spec(
     tile = tile or choose_tile(kernel, width, ELEMENT_SIZES[dtype], target)
     constants: dict[str, Any] = {
         "SIGN": 1, "GAPS": gaps, "CAPPED": capped, "ADD": add, "EXACT": dtype == "fp32", "WIDE": False,
-        "D": head_dim, "DV": head_dim, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "LATE": late_sum(target), "D": head_dim, "DV": head_dim, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         "BLOCK_D": width, "BLOCK_DV": width,
     }  # fmt: skip
     if not (use_descriptors(target) if descriptors is None else descriptors):
@@ -63,8 +63,8 @@ def attention_spec(
     rows = tile.block_m if kernel == "dkdv" else tile.block_n
     types = {"OUT": "*fp32" if add else f"*{dtype}", "DQ": "*fp32" if add else f"*{dtype}"}
     types |= {"DK": types["DQ"], "DV_": types["DQ"]}
-    types |= {name: f"tensordesc<{dtype}[1, {rows}, {width}]>" for name in ("K_TILES", "V_TILES", "Q_TILES")}
-    types |= {"DOUT_TILES": types["Q_TILES"]}
+    block = f"{rows}, {width}" if width == head_dim else f"1, {rows}, {width}"
+    types |= dict.fromkeys(("K_TILES", "V_TILES", "Q_TILES", "DOUT_TILES"), f"tensordesc<{dtype}[{block}]>")
     return _describe(fn, dtype, types, constants, {"num_warps": tile.warps, "num_stages": tile.stages})
 
 

@@ -29,47 +29,87 @@ class Tile:
 
 INTERPRETED = Tile(32, 32, 1, 1)
 
-# (kernel, bytes per element, padded head width) -> tile
+# target -> (kernel, bytes per element, padded head width) -> tile
 TILES: dict[str, dict[tuple[Kernel, int, int], Tile]] = {
-    "sm_90": {
-        ("fwd", 2, 64): Tile(128, 128, 8, 2),
-        ("fwd", 2, 128): Tile(128, 128, 8, 2),
-        ("fwd", 2, 256): Tile(128, 64, 8, 2),
+    "sm_80": {
+        ("fwd", 2, 64): Tile(128, 64, 8, 2),
+        ("fwd", 2, 128): Tile(128, 64, 8, 2),
+        ("fwd", 2, 256): Tile(64, 32, 8, 2),
         ("dq", 2, 64): Tile(128, 64, 8, 2),
         ("dq", 2, 128): Tile(128, 64, 8, 2),
         ("dq", 2, 256): Tile(64, 32, 8, 2),
         ("dkdv", 2, 64): Tile(64, 128, 8, 2),
-        ("dkdv", 2, 128): Tile(64, 128, 8, 2),
-        ("dkdv", 2, 256): Tile(32, 64, 8, 2),
-        ("fwd", 4, 64): Tile(64, 32, 4, 2),
-        ("fwd", 4, 128): Tile(64, 32, 4, 2),
-        ("fwd", 4, 256): Tile(32, 16, 4, 2),
-        ("dq", 4, 64): Tile(32, 32, 4, 2),
-        ("dq", 4, 128): Tile(32, 32, 4, 2),
-        ("dq", 4, 256): Tile(32, 16, 4, 2),
-        ("dkdv", 4, 64): Tile(32, 32, 4, 2),
-        ("dkdv", 4, 128): Tile(32, 32, 4, 2),
-        ("dkdv", 4, 256): Tile(16, 32, 4, 2),
+        ("dkdv", 2, 128): Tile(32, 128, 8, 2),
+        ("dkdv", 2, 256): Tile(16, 64, 8, 2),
     },
+    "sm_90": {
+        ("fwd", 2, 64): Tile(128, 128, 8, 2),
+        ("fwd", 2, 128): Tile(128, 128, 8, 2),
+        ("fwd", 2, 256): Tile(128, 64, 8, 2),
+        ("dq", 2, 64): Tile(128, 128, 8, 2),
+        ("dq", 2, 128): Tile(128, 128, 8, 2),
+        ("dq", 2, 256): Tile(64, 32, 8, 2),
+        ("dkdv", 2, 64): Tile(64, 128, 8, 2),
+        ("dkdv", 2, 128): Tile(64, 64, 4, 2),
+        ("dkdv", 2, 256): Tile(32, 64, 8, 2),
+    },
+    "sm_100": {
+        ("fwd", 2, 64): Tile(128, 64, 8, 2),
+        ("fwd", 2, 128): Tile(128, 64, 8, 2),
+        ("fwd", 2, 256): Tile(64, 64, 8, 2),
+        ("dq", 2, 64): Tile(128, 64, 8, 2),
+        ("dq", 2, 128): Tile(128, 64, 8, 2),
+        ("dq", 2, 256): Tile(64, 32, 8, 2),
+        ("dkdv", 2, 64): Tile(64, 128, 8, 2),
+        ("dkdv", 2, 128): Tile(64, 64, 4, 2),
+        ("dkdv", 2, 256): Tile(32, 64, 8, 2),
+    },
+    "gfx942": {
+        ("fwd", 2, 64): Tile(128, 32, 4, 2),
+        ("fwd", 2, 128): Tile(64, 32, 4, 2),
+        ("fwd", 2, 256): Tile(64, 16, 4, 2),
+        ("dq", 2, 64): Tile(64, 32, 4, 2),
+        ("dq", 2, 128): Tile(64, 32, 4, 2),
+        ("dq", 2, 256): Tile(32, 16, 4, 2),
+        ("dkdv", 2, 64): Tile(32, 64, 4, 2),
+        ("dkdv", 2, 128): Tile(32, 64, 4, 2),
+        ("dkdv", 2, 256): Tile(16, 32, 4, 2),
+    },
+}
+
+# fp32 products run on the plain units everywhere (input_precision "ieee"), so registers alone decide
+FP32_TILES: dict[tuple[Kernel, int], Tile] = {
+    ("fwd", 64): Tile(64, 32, 4, 2),
+    ("fwd", 128): Tile(64, 32, 8, 2),
+    ("fwd", 256): Tile(32, 16, 8, 2),
+    ("dq", 64): Tile(32, 32, 4, 2),
+    ("dq", 128): Tile(32, 32, 8, 2),
+    ("dq", 256): Tile(16, 16, 8, 2),
+    ("dkdv", 64): Tile(32, 32, 4, 2),
+    ("dkdv", 128): Tile(16, 32, 8, 2),
+    ("dkdv", 256): Tile(16, 16, 8, 2),
 }
 
 
 def choose_tile(kernel: Kernel, width: int, element_size: int, target: str) -> Tile:
     """The tile of a kernel for a padded head width (16..256) and an element size in bytes on a target.
 
-    Widths between entries take the next wider entry. An unknown target takes the nearest known one of its maker.
+    Widths between entries take the next wider entry. A target that is not in the table takes the nearest older one of
+    its maker.
     """
     if target == "interpreter":
         return INTERPRETED
-    table = TILES[_known(target)]
-    return table[kernel, element_size, max(width, 64)]
+    if element_size == 4:
+        return FP32_TILES[kernel, max(width, 64)]
+    return TILES[_nearest(target)][kernel, element_size, max(width, 64)]
 
 
-def _known(target: str) -> str:
+def _nearest(target: str) -> str:
     """The table's target for a target."""
-    if target in TILES:
-        return target
-    return "sm_90"
+    if not target.startswith("sm_"):
+        return "gfx942"
+    older = [known for known in TILES if known.startswith("sm_") and int(known[3:]) <= int(target[3:])]
+    return older[-1] if older else "sm_80"
 
 
 def padded_width(width: int) -> int:
@@ -79,7 +119,13 @@ def padded_width(width: int) -> int:
 
 def use_descriptors(target: str) -> bool:
     """Whether a target loads tiles through tensor descriptors; the interpreter does, to test them."""
-    return target == "interpreter" or target.startswith(("sm_9", "sm_1"))
+    return target == "interpreter" or (target.startswith("sm_") and int(target[3:]) >= 90)
+
+
+def late_sum(target: str) -> bool:
+    """Whether the forward sums probabilities behind the product that uses them: where products are asynchronous and
+    their results lie in registers. The interpreter does, to test it."""
+    return target == "interpreter" or target.startswith("sm_9")
 
 
 def tile_order(mask: IntervalMask, side: str, tile: Tile) -> Tensor:
