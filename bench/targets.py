@@ -20,6 +20,7 @@ class Target:
     `global_bytes`: bytes of HBM per core and cycle. `issue`: lanes' worth of one instruction that all schedulers issue
     in a cycle: 4 x 32 on NVIDIA; 4 x 16 on CDNA, whose SIMDs take four cycles for one instruction of a 64-lane wave.
     `registers`, `shared_bytes`, `warps`, `blocks`: what one core holds; `granule`: registers are given in multiples.
+    `shared_reserved`: what each block takes on top of what is reported for it (from sm_90 on the report includes it).
     """
 
     name: str
@@ -48,13 +49,13 @@ TARGETS: dict[str, Target] = {
     "sm_90": Target(
         name="sm_90", gpu=GPUTarget("cuda", 90, 32), tensor={"bf16": 4096, "fp16": 4096, "fp32": 256},
         exp=16, shared=128, global_bytes=13.9, issue=128, registers=65536, granule=8,
-        shared_bytes=228 * 1024, shared_reserved=1024, warps=_NVIDIA_WARPS, blocks=32,
+        shared_bytes=228 * 1024, shared_reserved=0, warps=_NVIDIA_WARPS, blocks=32,
     ),
     # B200: 2,250 TFLOP/s / (148 x 1.85 GHz) = 8,218, so 8,192; the other units as on Hopper; 8,000 GB/s: 29.2 B
     "sm_100": Target(
         name="sm_100", gpu=GPUTarget("cuda", 100, 32), tensor={"bf16": 8192, "fp16": 8192, "fp32": 256},
         exp=16, shared=128, global_bytes=29.2, issue=128, registers=65536, granule=8,
-        shared_bytes=228 * 1024, shared_reserved=1024, warps=_NVIDIA_WARPS, blocks=32,
+        shared_bytes=228 * 1024, shared_reserved=0, warps=_NVIDIA_WARPS, blocks=32,
     ),
     # MI300X: 1,307 TFLOP/s / (304 CUs x 2.1 GHz) = 2,048; fp32 matrix 163.4 TFLOP/s: 256; exp at a quarter of the
     # 64 lanes; 5,300 GB/s / (304 x 2.1 GHz) = 8.3 B; 512 registers a lane on each of 4 SIMDs of 64-lane waves
@@ -76,7 +77,7 @@ def occupancy(target: Target, registers: int, shared: int, warps: int) -> tuple[
 
     Args:
         registers: per thread (on CDNA vector and accumulation registers together).
-        shared: bytes of shared memory per block, static and dynamic.
+        shared: bytes of shared memory per block, static (as the tools report them) and dynamic.
         warps: per block.
     """
     rounded = -(-max(registers, 1) // target.granule) * target.granule

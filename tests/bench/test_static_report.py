@@ -94,9 +94,11 @@ def test_backward_is_its_kernels_over_five_products():
         ("sm_90", 255, 0, 8, 1),  # 256 x 32 registers a warp: 2 warps in a quarter of 16,384
         ("sm_90", 168, 0, 4, 3),  # 168 x 32 = 5,376: 3 warps in a quarter, 12 in all
         ("sm_90", 32, 0, 4, 16),
-        ("sm_90", 32, 100 * 1024, 4, 2),  # 228 KiB hold two blocks of 101 KiB
+        ("sm_90", 32, 100 * 1024, 4, 2),  # 228 KiB hold two blocks of 100 KiB
         ("sm_80", 32, 100 * 1024, 4, 1),
-        ("sm_90", 32, 228 * 1024, 4, 0),  # each block takes one KiB more
+        ("sm_90", 32, 228 * 1024, 4, 1),  # the system's KiB is in the static part there
+        ("sm_90", 32, 228 * 1024 + 1, 4, 0),
+        ("sm_80", 32, 164 * 1024, 4, 0),  # and on top of it here
         ("gfx942", 128, 0, 4, 4),  # 512 registers a lane: four waves on each SIMD
         ("gfx942", 256, 65536, 4, 1),
         ("gfx942", 64, 65537, 4, 0),

@@ -52,6 +52,44 @@ def test_a_covering_subset_compiles(target: str):
     assert {row["head_dim"] for row in rows} == {64, 80, 128, 256}
 
 
+@lru_cache
+def hopper() -> list[dict]:
+    """The static report's rows with matrix products for sm_90, bf16, D = 128: ours and those of torch's template."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "bench.kernels", "--static", "--json", "--jobs", "1", "--targets", "sm_90"]
+    command += ["--dtypes", "bf16", "--head-dims", "128"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [row for row in map(json.loads, done.stdout.splitlines()) if row["kernel"] in ("fwd", "dq", "dkdv")]
+
+
+@pytest.mark.parametrize(
+    "kernel, full, masked, bound",
+    [("fwd", 0.46, 0.75, 0.52), ("dq", 0.36, 0.58, 0.52), ("dkdv", 0.39, 0.58, 0.52)],
+)
+def test_loops_on_hopper_issue_no_more_than_promised(kernel: str, full: float, masked: float, bound: float):
+    """Issue cycles over tensor cycles. The forward's bound is its exponentials: 1/16 a score against 4 x 128 / 4096."""
+    ours = [row for row in hopper() if row["kernel"] == kernel and row["peer"] is None]
+    for row in ours:
+        reach = full if row["loop"] == "full" else masked
+        assert round(row["issue_ratio"], 2) <= reach, f"{row['loop']} loop: {row['issue_ratio']}, promised {reach}"
+        if row["loop"] == "full":
+            assert round(row["bound"], 2) <= bound
+    assert max(row["overlap"] for row in ours if row["loop"] == "full") > 0 or kernel != "fwd"
+
+
+@pytest.mark.parametrize("kernel", ["fwd", "dq", "dkdv"])
+def test_loops_on_hopper_issue_less_than_torchs_template(kernel: str):
+    """Full loop against the cheapest loop of theirs, and the dearest masked loop of each."""
+
+    def ratios(peer: bool, kind: str | None) -> list[float]:
+        rows = [r for r in hopper() if r["kernel"] == kernel and (r["peer"] or "").startswith("torch") == peer]
+        return [r["issue_ratio"] for r in rows if (peer or r["peer"] is None) and kind in (None, r["loop"])]
+
+    assert max(ratios(False, "full")) < min(ratios(True, None))
+    assert max(ratios(False, "masked")) < max(ratios(True, "masked"))
+
+
 @pytest.mark.deep
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("dtype", DTYPES)
