@@ -77,3 +77,17 @@ def test_nothing_is_timed_after_the_end(capsys: pytest.CaptureFixture[str]):
 def test_flops_count_allowed_pairs_alone():
     assert forward_flops([3], 8, heads=2) == 4 * 6 * 8 * 2
     assert forward_flops([2, 1], 8, heads=2) == 4 * (3 + 1) * 8 * 2
+
+
+@pytest.mark.deep
+def test_flex_is_the_same_function_and_compiles_once_for_all_masks():
+    """On the CPU, where torch compiles its forward alone."""
+    counters = torch._dynamo.utils.counters
+    q, k, v = (torch.randn(128, heads, 16) for heads in (4, 2, 2))
+    with torch.no_grad():
+        for lengths in ([50, 1, 77], [128]):
+            attend = gpu_contenders.flex(lengths, CPU)
+            before = counters["stats"]["unique_graphs"]
+            torch.testing.assert_close(attend(q, k, v), gpu_contenders.sdpa(lengths, CPU)(q, k, v))
+            made = counters["stats"]["unique_graphs"] - before
+    assert made == 0
