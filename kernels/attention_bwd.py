@@ -52,7 +52,7 @@ def _dq_part(dq, q, dout, lse2, delta, K, V, K_TILES, V_TILES, Q_START, Q_END, h
     for first in tl.range(lo, hi, BLOCK_N):  # pyright: ignore[reportGeneralTypeIssues]
         alive = alive_rows(Q_START, Q_END, first, Tk, MASKED and GAPS, BLOCK_N)
         k = load_tile(K, K_TILES, hk, k_column, first, stride_kt, alive, MASKED, GAPS, D, BLOCK_N, BLOCK_D, WIDE)
-        v = load_tile(V, V_TILES, hk, v_column, first, stride_vt, alive, MASKED, GAPS, DV, BLOCK_N, BLOCK_DV, WIDE)
+        v = load_tile(V, V_TILES, hk, v_column, first, stride_vt, alive, MASKED, False, DV, BLOCK_N, BLOCK_DV, WIDE)
         dp = tl.dot(dout, tl.trans(v), input_precision="ieee")  # before s, which leaves more registers
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED and not CAPPED:
@@ -66,6 +66,8 @@ def _dq_part(dq, q, dout, lse2, delta, K, V, K_TILES, V_TILES, Q_START, Q_END, h
         else:
             p = tl.math.exp2(s * scale2 - lse2[:, None])
             ds = p * (dp - delta[:, None])
+        if MASKED and GAPS:  # p is 0 at keys that nobody sees, but their v may be NaN
+            ds = tl.where(seen_pairs(cols, k_start, k_end, first, LEFT, RIGHT), ds, 0.0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 

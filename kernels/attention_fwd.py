@@ -25,7 +25,7 @@ def _forward_part(acc, l_i, m_i, q, K, V, K_TILES, V_TILES, Q_START, Q_END, hk, 
     cols = tl.arange(0, BLOCK_N)
     for first in tl.range(lo, hi, BLOCK_N):  # pyright: ignore[reportGeneralTypeIssues]
         alive = alive_rows(Q_START, Q_END, first, Tk, MASKED and GAPS, BLOCK_N)
-        k = load_tile(K, K_TILES, hk, k_column, first, stride_kt, alive, MASKED, GAPS, D, BLOCK_N, BLOCK_D, WIDE)
+        k = load_tile(K, K_TILES, hk, k_column, first, stride_kt, alive, MASKED, False, D, BLOCK_N, BLOCK_D, WIDE)
         v = load_tile(V, V_TILES, hk, v_column, first, stride_vt, alive, MASKED, GAPS, DV, BLOCK_N, BLOCK_DV, WIDE)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if CAPPED:

@@ -220,7 +220,7 @@ class _Call:
     @property
     def tile(self) -> Tile:
         width = max(padded_width(self.q.shape[2]), padded_width(self.v.shape[2]))
-        return choose_tile(self.kernel, width, self.q.element_size(), self.target)
+        return choose_tile(self.kernel, width, self.q.element_size(), self.target, self.mask.has_gaps())
 
     @property
     def size(self) -> float:
