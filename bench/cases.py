@@ -20,7 +20,8 @@ DTYPES = ("bf16", "fp16", "fp32")
 OPTIONS = ("add", "capped", "gaps", "sink")
 # kernel, head dim, dtype
 _COVERING: tuple[tuple[Kernel, int, str], ...] = (
-    ("fwd", 64, "bf16"), ("dq", 80, "fp16"), ("dkdv", 128, "bf16"), ("fwd", 256, "bf16"), ("fwd", 64, "fp32"),
+    ("fwd", 64, "bf16"), ("dq", 80, "fp16"), ("dkdv", 128, "bf16"), ("fwd", 256, "bf16"), ("dkdv", 256, "bf16"),
+    ("fwd", 64, "fp32"),
 )  # fmt: skip
 
 

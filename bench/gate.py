@@ -59,9 +59,12 @@ def outcome(case: Case) -> dict[str, Any]:
     if found.blocks < 1:
         limits = TARGETS[case.target]
         row["error"] = (
-            f"{found.shared} bytes of shared memory and {found.registers} registers x {case.warps} warps do not fit a "
-            f"core ({limits.shared_bytes} bytes, {limits.registers} registers); choose a smaller tile or fewer stages"
+            f"does not fit a core: {found.shared} bytes of shared memory (of {limits.shared_bytes}), {found.registers} "
+            f"registers x {case.warps} warps (of {limits.registers // limits.gpu.warp_size}), {found.tensor_memory} "
+            f"columns of tensor memory (of {limits.tensor_memory}); choose a smaller tile or fewer stages"
         )
+    elif case.tile and not found.loops:
+        row["error"] = f"compiled to {found.instructions} instructions without a loop of matrix products"
     loops = [{"kind": x.kind, "products": x.products, "spills": x.spills, "copies": x.copies} for x in found.loops]
     return row | {"registers": found.registers, "stack": found.stack, "shared": found.shared, "loops": loops}
 

@@ -77,6 +77,7 @@ class KernelReport:
     registers: int
     stack: int
     shared: int
+    tensor_memory: int  # columns, on Blackwell
     blocks: int  # that one core holds
     occupancy: float  # share of its warp slots
     instructions: int
@@ -112,7 +113,8 @@ def measure(
         registers, stack, static = sass.resource_usage(compiled.asm["cubin"], name)
     function = machine.parse(text)[name]
     warps = compiled.metadata.num_warps
-    blocks, share = occupancy(target, registers, static + compiled.metadata.shared, warps)
+    columns = getattr(compiled.metadata, "tmem_size", None) or 0
+    blocks, share = occupancy(target, registers, static + compiled.metadata.shared, warps, columns)
     loops: list[Loop] = []
     if tile:
         loops = innermost_loops(function) or [x for x in innermost_loops(function, "fp") if _is_product(function, x)]
@@ -122,6 +124,7 @@ def measure(
         registers=registers,
         stack=stack,
         shared=static + compiled.metadata.shared,
+        tensor_memory=columns,
         blocks=blocks,
         occupancy=share,
         instructions=len(function.instructions),

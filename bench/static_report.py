@@ -111,7 +111,8 @@ def kernel_rows(case: Case, found: KernelReport) -> list[Row]:
     }  # fmt: skip
     resources = {
         "registers": found.registers, "stack_bytes": found.stack, "shared_bytes": found.shared,
-        "blocks_per_core": found.blocks, "occupancy": round(found.occupancy, 3), "instructions": found.instructions,
+        "tensor_memory": found.tensor_memory, "blocks_per_core": found.blocks, "occupancy": round(found.occupancy, 3),
+        "instructions": found.instructions,
     }  # fmt: skip
     return [base | _loop_row(loop) | resources | {"peer": case.peer} for loop in found.loops or (None,)]
 

@@ -20,6 +20,7 @@ class Target:
     `global_bytes`: bytes of HBM per core and cycle. `issue`: lanes' worth of one instruction that all schedulers issue
     in a cycle: 4 x 32 on NVIDIA; 4 x 16 on CDNA, whose SIMDs take four cycles for one instruction of a 64-lane wave.
     `registers`, `shared_bytes`, `warps`, `blocks`: what one core holds; `granule`: registers are given in multiples.
+    `tensor_memory`: columns of it, which blocks take in powers of two (0: there is none).
     `shared_reserved`: what each block takes on top of what is reported for it (from sm_90 on the report includes it).
     """
 
@@ -36,6 +37,7 @@ class Target:
     shared_reserved: int
     warps: int
     blocks: int
+    tensor_memory: int = 0
 
 
 TARGETS: dict[str, Target] = {
@@ -56,6 +58,7 @@ TARGETS: dict[str, Target] = {
         name="sm_100", gpu=GPUTarget("cuda", 100, 32), tensor={"bf16": 8192, "fp16": 8192, "fp32": 256},
         exp=16, shared=128, global_bytes=29.2, issue=128, registers=65536, granule=8,
         shared_bytes=228 * 1024, shared_reserved=0, warps=_NVIDIA_WARPS, blocks=32,
+        tensor_memory=512,
     ),
     # MI300X: 1,307 TFLOP/s / (304 CUs x 2.1 GHz) = 2,048; fp32 matrix 163.4 TFLOP/s: 256; exp at a quarter of the
     # 64 lanes; 5,300 GB/s / (304 x 2.1 GHz) = 8.3 B; 512 registers a lane on each of 4 SIMDs of 64-lane waves
@@ -72,17 +75,20 @@ def lanes(target: Target) -> int:
     return target.gpu.warp_size
 
 
-def occupancy(target: Target, registers: int, shared: int, warps: int) -> tuple[int, float]:
+def occupancy(target: Target, registers: int, shared: int, warps: int, tensor_memory: int = 0) -> tuple[int, float]:
     """Blocks of `warps` warps that one core holds, and the share of its warp slots that they fill.
 
     Args:
         registers: per thread (on CDNA vector and accumulation registers together).
         shared: bytes of shared memory per block, static (as the tools report them) and dynamic.
         warps: per block.
+        tensor_memory: columns per block. Beyond the core's the compiler makes a kernel that only traps.
     """
     rounded = -(-max(registers, 1) // target.granule) * target.granule
     per_simd = target.registers // 4 // (rounded * lanes(target))  # a warp's registers lie in one of the 4 quarters
     by_registers = min(per_simd, target.warps // 4) * 4 // warps
     by_shared = target.shared_bytes // max(shared + target.shared_reserved, 1)
+    if tensor_memory:
+        by_shared = min(by_shared, target.tensor_memory // (1 << (tensor_memory - 1).bit_length()))
     blocks = min(by_registers, by_shared, target.warps // warps, target.blocks)
     return blocks, blocks * warps / target.warps

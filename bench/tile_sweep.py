@@ -52,7 +52,9 @@ def ranked(case: Case) -> Ranked:
 def fault(case: Case, found: KernelReport) -> str | None:
     """Why this tile cannot be chosen, or None."""
     if found.blocks < 1:
-        return f"{found.shared} bytes of shared memory do not fit"
+        return f"{found.shared} bytes of shared memory, {found.tensor_memory} columns of tensor memory do not fit"
+    if not found.loops:
+        return "no loop of matrix products"
     spills = sum(x.spills for x in found.loops if x.products)
     if spills:
         return f"{spills} spills in its loops"

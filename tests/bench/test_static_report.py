@@ -66,7 +66,7 @@ def test_backward_is_its_kernels_over_five_products():
     from bench.static_report import MEAN_KEYS, backward_row, delta_cycles
 
     def report(*loops: LoopReport, instructions: int = 0) -> KernelReport:
-        return KernelReport(64, 8, 0, 1, 0.5, instructions, 0, loops)
+        return KernelReport(64, 8, 0, 0, 1, 0.5, instructions, 0, loops)
 
     parts = {}
     for kernel, products in (("dq", 3), ("dkdv", 4)):
@@ -108,3 +108,8 @@ def test_occupancy(target: str, registers: int, shared: int, warps: int, blocks:
     found, share = occupancy(TARGETS[target], registers, shared, warps)
     assert found == blocks
     assert share == blocks * warps / TARGETS[target].warps
+
+
+def test_occupancy_counts_tensor_memory_in_powers_of_two():
+    target = TARGETS["sm_100"]
+    assert [occupancy(target, 32, 0, 4, columns)[0] for columns in (0, 100, 256, 257, 544)] == [16, 4, 2, 1, 0]

@@ -16,7 +16,7 @@ def loop(kind: str, issue: float, exp: float = 0.0, spills: int = 0) -> LoopRepo
 
 
 def report(*loops: LoopReport, stack: int = 0, blocks: int = 1) -> KernelReport:
-    return KernelReport(64, stack, 1024, blocks, 0.5, 100, 0, loops)
+    return KernelReport(64, stack, 1024, 32, blocks, 0.5, 100, 0, loops)
 
 
 @pytest.mark.parametrize("kernel", ["fwd", "dq", "dkdv"])
@@ -34,7 +34,10 @@ def test_unfit_are_those_that_do_not_fit_or_spill_or_stack():
     forward, keys = (attention_case(kernel, 64, "bf16", "sm_90") for kernel in ("fwd", "dkdv"))
     fine = loop("full", 0.5)
     assert fault(forward, report(fine)) is None
-    assert fault(forward, report(fine, blocks=0)) == "1024 bytes of shared memory do not fit"
+    assert (
+        fault(forward, report(fine, blocks=0)) == "1024 bytes of shared memory, 32 columns of tensor memory do not fit"
+    )
+    assert fault(forward, report()) == "no loop of matrix products"
     assert fault(forward, report(fine, loop("masked", 0.5, spills=3))) == "3 spills in its loops"
     assert fault(forward, report(fine, stack=16)) == "16 bytes of stack"
     assert fault(keys, report(fine, stack=16)) is None
