@@ -54,15 +54,15 @@ TILES: dict[str, dict[tuple[Kernel, int, int], Tile]] = {
         ("dkdv", 2, 256): Tile(32, 64, 8, 2),
     },
     "sm_100": {
-        ("fwd", 2, 64): Tile(128, 64, 8, 2),
+        ("fwd", 2, 64): Tile(128, 128, 8, 2),
         ("fwd", 2, 128): Tile(128, 64, 8, 2),
         ("fwd", 2, 256): Tile(128, 32, 8, 2),
         ("dq", 2, 64): Tile(128, 128, 8, 2),
         ("dq", 2, 128): Tile(128, 128, 8, 2),
-        ("dq", 2, 256): Tile(64, 32, 8, 2),
+        ("dq", 2, 256): Tile(128, 32, 8, 2),
         ("dkdv", 2, 64): Tile(64, 128, 8, 2),
         ("dkdv", 2, 128): Tile(64, 128, 8, 2),
-        ("dkdv", 2, 256): Tile(32, 64, 8, 2),
+        ("dkdv", 2, 256): Tile(64, 32, 8, 2),  # 64 keys: dk and dv fill tensor memory
     },
     "gfx942": {
         ("fwd", 2, 64): Tile(128, 64, 4, 2),
@@ -79,14 +79,14 @@ TILES: dict[str, dict[tuple[Kernel, int, int], Tile]] = {
 
 # fp32 products run on the plain units everywhere (input_precision "ieee"), so registers alone decide
 FP32_TILES: dict[tuple[Kernel, int], Tile] = {
-    ("fwd", 64): Tile(64, 32, 4, 2),
-    ("fwd", 128): Tile(64, 32, 8, 2),
-    ("fwd", 256): Tile(32, 16, 8, 2),
-    ("dq", 64): Tile(32, 32, 4, 2),
-    ("dq", 128): Tile(32, 32, 8, 2),
+    ("fwd", 64): Tile(32, 16, 4, 2),
+    ("fwd", 128): Tile(16, 16, 8, 2),
+    ("fwd", 256): Tile(16, 16, 8, 2),
+    ("dq", 64): Tile(32, 16, 4, 2),
+    ("dq", 128): Tile(16, 16, 8, 2),
     ("dq", 256): Tile(16, 16, 8, 2),
-    ("dkdv", 64): Tile(32, 32, 4, 2),
-    ("dkdv", 128): Tile(16, 32, 8, 2),
+    ("dkdv", 64): Tile(16, 32, 4, 2),
+    ("dkdv", 128): Tile(16, 16, 8, 2),
     ("dkdv", 256): Tile(16, 16, 8, 2),
 }
 
