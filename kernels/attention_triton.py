@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.attention_bwd import attention_delta, attention_dkdv, attention_dq
 from kernels.attention_fwd import attention_forward
 from kernels.mask import INT32_MAX, IntervalMask
-from kernels.runtime import interpreted, target_name
+from kernels.runtime import interpreted, on_device_of, target_name
 from kernels.tiling import Kernel, Tile, choose_tile, late_sum, padded_width, tile_order, use_descriptors
 
 LOG2E = math.log2(math.e)
@@ -123,13 +123,14 @@ def forward_into(
         return
     call = _Call.of("fwd", q, k, v, mask, scale, softcap)
     k_tiles, v_tiles = (call.descriptor(x, mask.Tk, call.tile.block_n) for x in (k, v))
-    attention_forward[call.grid("q")](
-        q, k, v, k_tiles, v_tiles, out, lse, sink, *call.sides, call.order("q"),
-        LOG2E if softcap is not None else call.scale2, call.cap_in, softcap or 0.0, mask.Tq, mask.Tk,
-        q.shape[1], q.shape[1] // k.shape[1],
-        *_strides(q), *_strides(k), *_strides(v), *_strides(out), lse.stride(0),
-        ADD=add, EXACT=q.dtype == torch.float32, LATE=late_sum(call.target), **call.constants(),
-    )  # fmt: skip
+    with on_device_of(q):
+        attention_forward[call.grid("q")](
+            q, k, v, k_tiles, v_tiles, out, lse, sink, *call.sides, call.order("q"),
+            LOG2E if softcap is not None else call.scale2, call.cap_in, float(softcap or 0), mask.Tq, mask.Tk,
+            q.shape[1], q.shape[1] // k.shape[1],
+            *_strides(q), *_strides(k), *_strides(v), *_strides(out), lse.stride(0),
+            ADD=add, EXACT=q.dtype == torch.float32, LATE=late_sum(call.target), **call.constants(),
+        )  # fmt: skip
 
 
 def delta_of(
@@ -148,10 +149,11 @@ def delta_of(
     if covered:
         grid = (-(-covered // DELTA_ROWS) * H,)
         gradient = (0, 0) if dlse is None else dlse.stride()
-        attention_delta[grid](
-            out, dout, lse, dlse, delta, lse2, covered, H, *_strides(out), *_strides(dout), lse.stride(0), width,
-            *gradient, WIDE=interpreted(), DV=out.shape[2], BLOCK_M=DELTA_ROWS, BLOCK_DV=padded_width(out.shape[2]),
-        )  # fmt: skip
+        with on_device_of(out):
+            attention_delta[grid](
+                out, dout, lse, dlse, delta, lse2, covered, H, *_strides(out), *_strides(dout), lse.stride(0), width,
+                *gradient, WIDE=interpreted(), DV=out.shape[2], BLOCK_M=DELTA_ROWS, BLOCK_DV=padded_width(out.shape[2]),
+            )  # fmt: skip
     return delta, lse2
 
 
@@ -178,21 +180,23 @@ def backward_into(
     if dq is not None and mask.Tq:
         call = _Call.of("dq", q, k, v, mask, scale, softcap)
         k_tiles, v_tiles = (call.descriptor(x, mask.Tk, call.tile.block_n) for x in (k, v))
-        attention_dq[call.grid("q")](
-            q, k, v, k_tiles, v_tiles, dout, dq, lse2, delta, *call.sides, call.order("q"),
-            scale, call.scale2, call.cap_in, call.cap2, mask.Tq, mask.Tk, q.shape[1], q.shape[1] // k.shape[1],
-            *_strides(q), *_strides(k), *_strides(v), *_strides(dout), *_strides(dq), lse2.stride(0),
-            ADD=add, **call.constants(),
-        )  # fmt: skip
+        with on_device_of(q):
+            attention_dq[call.grid("q")](
+                q, k, v, k_tiles, v_tiles, dout, dq, lse2, delta, *call.sides, call.order("q"),
+                scale, call.scale2, call.cap_in, call.cap2, mask.Tq, mask.Tk, q.shape[1], q.shape[1] // k.shape[1],
+                *_strides(q), *_strides(k), *_strides(v), *_strides(dout), *_strides(dq), lse2.stride(0),
+                ADD=add, **call.constants(),
+            )  # fmt: skip
     if dk is not None and dv is not None and mask.Tk:
         call = _Call.of("dkdv", q, k, v, mask, scale, softcap)
         q_tiles, dout_tiles = (call.descriptor(x, mask.Tq, call.tile.block_m) for x in (q, dout))
-        attention_dkdv[call.grid("k")](
-            q, k, v, q_tiles, dout_tiles, dout, dk, dv, lse2, delta, *call.sides, call.order("k"),
-            scale, call.scale2, call.cap_in, call.cap2, mask.Tq, mask.Tk, k.shape[1], q.shape[1] // k.shape[1],
-            *_strides(q), *_strides(k), *_strides(v), *_strides(dout), *_strides(dk), *_strides(dv), lse2.stride(0),
-            ADD=add, **call.constants(),
-        )  # fmt: skip
+        with on_device_of(q):
+            attention_dkdv[call.grid("k")](
+                q, k, v, q_tiles, dout_tiles, dout, dk, dv, lse2, delta, *call.sides, call.order("k"),
+                scale, call.scale2, call.cap_in, call.cap2, mask.Tq, mask.Tk, k.shape[1], q.shape[1] // k.shape[1],
+                *_strides(q), *_strides(k), *_strides(v), *_strides(dout), *_strides(dk), *_strides(dv), lse2.stride(0),
+                ADD=add, **call.constants(),
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -252,7 +256,7 @@ class _Call:
     def descriptor(self, x: Tensor, rows: int, block: int) -> Any:
         """A tensor descriptor of x [T, heads, width] in tiles of `block` rows as `load_tile` takes it, if possible."""
         _, heads, width = x.shape
-        columns = (heads - 1) * x.stride(1) + width
+        columns = max((heads - 1) * x.stride(1) + width, x.stride(1))
         steps = (x.stride(1) * x.element_size(), x.stride(0) * x.element_size())
         aligned = x.data_ptr() % 16 == 0 and all(step % 16 == 0 and step > 0 for step in steps)
         if not (use_descriptors(self.target) and rows and aligned and columns <= INT32_MAX):

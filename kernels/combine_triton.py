@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.device import load_rows, store_rows
-from kernels.runtime import interpreted, jit
+from kernels.runtime import interpreted, jit, on_device_of
 from kernels.tiling import padded_width
 
 ROWS = 16  # tokens per program
@@ -171,10 +171,11 @@ class _Merge(torch.autograd.Function):
         dlse = None if dlse is None else dlse.float().contiguous()
         douts, dlses = (tuple(torch.empty_like(x) for x in group) for group in (outs, lses))
         if T:
-            merge_backward[_grid(T, H)](
-                outs, lses, base, total, dout, dlse, douts, dlses, ctx.n, T, H, T * H * D, H * D, D, T * H,
-                **_constants(D),
-            )  # fmt: skip
+            with on_device_of(dout):
+                merge_backward[_grid(T, H)](
+                    outs, lses, base, total, dout, dlse, douts, dlses, ctx.n, T, H, T * H * D, H * D, D, T * H,
+                    **_constants(D),
+                )  # fmt: skip
         if ctx.n > 1:
             douts, dlses = douts[0].unbind(0), dlses[0].unbind(0)
         return (*douts, *(g.to(kind) for g, kind in zip(dlses, ctx.types)))
@@ -191,9 +192,10 @@ def _launch_forward(
 ) -> None:
     T, H, D = out.shape
     if T:
-        merge_forward[_grid(T, H)](
-            outs, lses, out, lse, base, total, n, T, H, T * H * D, H * D, D, T * H, **_constants(D)
-        )  # fmt: skip
+        with on_device_of(out):
+            merge_forward[_grid(T, H)](
+                outs, lses, out, lse, base, total, n, T, H, T * H * D, H * D, D, T * H, **_constants(D)
+            )  # fmt: skip
 
 
 def _stacked(tensors: tuple[Tensor, ...]) -> tuple[Tensor]:

@@ -35,6 +35,11 @@ def jit(fn: Any = None, **options: Any) -> Any:
     return triton.jit(inspect.unwrap(fn), **options)
 
 
+def on_device_of(x: torch.Tensor) -> Any:
+    """A context in which kernels launch on x's device; Triton launches on the current one, whatever its arguments."""
+    return torch.cuda.device_of(x)
+
+
 @lru_cache
 def target_name(device: torch.device) -> str:
     """The tile table's name for a device: "sm_90" and the like on CUDA, the architecture ("gfx942") on HIP, and

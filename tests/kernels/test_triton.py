@@ -34,6 +34,7 @@ def run_interpreted(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
+@pytest.mark.timeout(1500)  # a minute of computing at most; the machine may be shared
 @pytest.mark.parametrize("part", list(PARTS))
 def test_in_the_interpreter(part: str) -> None:
     """Right answers in fp32, fp16 and bf16 on the whole contract."""
