@@ -32,7 +32,7 @@ INTERPRETED = Tile(32, 32, 1, 1)
 # target -> (kernel, bytes per element, padded head width) -> tile
 TILES: dict[str, dict[tuple[Kernel, int, int], Tile]] = {
     "sm_80": {
-        ("fwd", 2, 64): Tile(128, 128, 8, 2),
+        ("fwd", 2, 64): Tile(128, 64, 8, 2),
         ("fwd", 2, 128): Tile(128, 64, 8, 2),
         ("fwd", 2, 256): Tile(64, 32, 8, 2),
         ("dq", 2, 64): Tile(128, 64, 8, 2),
