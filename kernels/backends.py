@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from kernels.attention_reference import attention_reference
 from kernels.attention_torch import attention_torch
 from kernels.mask import IntervalMask
+from kernels.runtime import interpreted, triton_installed
 
 logger = logging.getLogger(__name__)
 
@@ -27,39 +29,73 @@ class Backend:
     attention: AttentionFunction
     device_types: tuple[str, ...] | None  # None: any
     about: str
+    refuses: Callable[[Tensor], str | None] = lambda q: None  # why it cannot take such a q, or None
+
+
+def _attention_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    masks: Sequence[IntervalMask],
+    scale: float,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`attention_triton`, imported at the first call, since a machine without a GPU may lack Triton."""
+    from kernels.attention_triton import attention_triton
+
+    return attention_triton(q, k, v, masks, scale, softcap, sink)
+
+
+def _triton_refuses(q: Tensor) -> str | None:
+    if not triton_installed():
+        return "needs the triton package, which is not installed"
+    if q.dtype == torch.float64:
+        return "computes fp32, fp16 and bf16, not float64"
+    if q.device.type == "cpu" and not interpreted():
+        return "runs on the CPU only in Triton's interpreter (TRITON_INTERPRET=1 before the start)"
+    if q.device.type == "cuda" and interpreted():
+        return "is interpreted on the CPU while TRITON_INTERPRET=1 is set; unset it"
+    return None
 
 
 BACKENDS: dict[str, Backend] = {
     "torch": Backend(attention_torch, ("cpu",), "torch's flash operator on the parts of the mask, O(T) memory"),
+    "triton": Backend(_attention_triton, ("cuda", "cpu"), "Triton kernels that visit only seen tiles", _triton_refuses),
     "reference": Backend(attention_reference, None, "dense scores and autograd; defines what is correct"),
 }
 
 
 def choose_backend(name: str, q: Tensor) -> Backend:
-    """The backend called `name`, or the one for q's device if `name` is "auto".
+    """The backend called `name`, or the first of the table that takes q if `name` is "auto".
 
     Raises:
-        ValueError: an unknown name, or a backend that does not run on q's device; names one that does.
+        ValueError: an unknown name, or a backend that does not take q's device or dtype; names those that do.
     """
     device = q.device.type
-    able = [known for known, backend in BACKENDS.items() if _runs_on(backend, device)]
+    able = able_backends(q)
     if name == "auto":
-        return BACKENDS[_auto(device)]
+        _say_once(able[0], device)
+        return BACKENDS[able[0]]
     if name not in BACKENDS:
         raise ValueError(f"unknown attention backend {name!r}; on {device} use one of {', '.join(able)}, or auto")
     if name not in able:
-        raise ValueError(f"attention backend {name!r} does not run on {device}; use one of {', '.join(able)}, or auto")
+        reason = _refusal(BACKENDS[name], q)
+        raise ValueError(f"attention backend {name!r} {reason}; use one of {', '.join(able)}, or auto")
     return BACKENDS[name]
 
 
-def _runs_on(backend: Backend, device: str) -> bool:
-    return backend.device_types is None or device in backend.device_types
+def able_backends(q: Tensor) -> list[str]:
+    """The names of the backends that take q's device and dtype, in the order in which "auto" prefers them."""
+    return [name for name, backend in BACKENDS.items() if _refusal(backend, q) is None]
+
+
+def _refusal(backend: Backend, q: Tensor) -> str | None:
+    if backend.device_types is not None and q.device.type not in backend.device_types:
+        return f"does not run on {q.device.type}"
+    return backend.refuses(q)
 
 
 @lru_cache
-def _auto(device: str) -> str:
-    """Pick for a device type, and say so once."""
-    specific = [name for name, backend in BACKENDS.items() if backend.device_types and device in backend.device_types]
-    name = specific[0] if specific else "reference"
+def _say_once(name: str, device: str) -> None:
     logger.info("attention on %s uses the %r backend (%s)", device, name, BACKENDS[name].about)
-    return name

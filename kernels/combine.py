@@ -14,6 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels.runtime import triton_installed
+
 
 def merge(
     outs: Sequence[Float[Tensor, "T H D"]] | Float[Tensor, "n T H D"],
@@ -32,6 +34,10 @@ def merge(
     """
     outs, lses = (list(x.unbind(0)) if isinstance(x, Tensor) else list(x) for x in (outs, lses))
     check_partials(outs, lses)
+    if outs[0].device.type == "cuda" and outs[0].dtype != torch.float64 and triton_installed():
+        from kernels.combine_triton import merge_triton  # a machine without a GPU may lack Triton
+
+        return merge_triton(outs, lses)
     out, lse = _Merge.apply(*outs, *lses)
     return out, lse
 

@@ -68,6 +68,17 @@ class IntervalMask:
             self.cache["pairs"] = int((self.k_end.long() - self.k_start.long()).sum())
         return self.cache["pairs"]
 
+    def has_gaps(self) -> bool:
+        """Whether some query sees no key or some key is seen by no query; such tokens may hold NaN and need care.
+
+        Found on CPU masks and remembered by their copies on a device. A mask built on a device counts as having gaps,
+        since looking would wait for the device.
+        """
+        if "gaps" not in self.cache:
+            blind = self.device.type != "cpu" or bool((self.k_start == self.k_end).any())
+            self.cache["gaps"] = blind or bool((self.q_start == self.q_end).any())
+        return self.cache["gaps"]
+
     def to(self, device: torch.device | str) -> IntervalMask:
         """The same mask on `device` (itself if it is there already)."""
         device = torch.device(device)
@@ -77,6 +88,7 @@ class IntervalMask:
         if key not in self.cache:
             sides = (self.k_start, self.k_end, self.q_start, self.q_end)
             self.cache[key] = IntervalMask(*(x.to(device) for x in sides))
+            self.cache[key].cache["gaps"] = self.has_gaps()
         return self.cache[key]
 
     @classmethod

@@ -8,10 +8,20 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kernels.api import BACKENDS, IntervalMask, attention, flash_attn_varlen_func, merge
-from tests.kernels.oracle import Case, actual, assert_exact, cumulative, document_pairs, error, expected, make_case
-
-every_backend = pytest.mark.parametrize("backend", list(BACKENDS))
+from kernels.api import IntervalMask, attention, flash_attn_varlen_func, merge
+from tests.kernels.oracle import (
+    Case,
+    actual,
+    assert_exact,
+    cumulative,
+    document_pairs,
+    error,
+    every_backend,
+    exact_dtype,
+    exact_tolerance,
+    expected,
+    make_case,
+)
 
 
 def rectangle(cu_q: list[int], cu_k: list[int], causal: bool) -> tuple[IntervalMask, torch.Tensor]:
@@ -35,7 +45,7 @@ def test_one_query_per_document_and_an_empty_document(backend: str, causal: bool
 def test_empty_query_documents_scaled_down(backend: str) -> None:
     """Keys of a document without queries: their gradients are exactly 0 (a backward kernel read beyond its buffers)."""
     mask, allowed = rectangle([0, 0, 12, 20, 20], [0, 25, 42, 51, 81], True)
-    case = make_case(allowed, widths=(256, 256))
+    case = make_case(allowed, widths=(256, 256), dtype=exact_dtype(backend))
     assert_exact(case, mask, backend)
     got = actual(case, mask, backend)
     for name in ("dk", "dv"):
@@ -68,7 +78,7 @@ def test_empty_query_documents_in_full() -> None:
 def test_documents_without_keys(backend: str) -> None:
     """Queries whose document has no key: out 0 and lse -inf, neighbours untouched."""
     mask, allowed = rectangle([0, 3, 5, 9], [0, 4, 4, 6], False)
-    case = make_case(allowed)
+    case = make_case(allowed, dtype=exact_dtype(backend))
     assert_exact(case, mask, backend)
     got = actual(case, mask, backend)
     assert got["out"][3:5].abs().max() == 0
@@ -80,7 +90,7 @@ def test_causal_with_more_queries_than_keys(backend: str) -> None:
     """Fully masked rows gave NaN in dq: 76, 34 and 146 queries with one key each."""
     mask, allowed = rectangle([0, 76, 110, 256], [0, 1, 2, 3], True)
     assert int(allowed.any(1).sum()) == 3
-    case = make_case(allowed, (1, 1), (32, 32))
+    case = make_case(allowed, (1, 1), (32, 32), dtype=exact_dtype(backend))
     assert_exact(case, mask, backend)
     assert actual(case, mask, backend)["dq"][:75].abs().max() == 0
 
@@ -107,7 +117,7 @@ def test_causal_aligns_bottom_right(backend: str) -> None:
 def test_padding_holds_nan(backend: str) -> None:
     """Rows after cu_seqlens[-1] were never written; recycled memory held NaN, which poisoned the weights' gradients."""
     mask = IntervalMask.from_cu_seqlens([0, 90, 100])
-    case = make_case(document_pairs([90, 10]), padding=(28, 28))
+    case = make_case(document_pairs([90, 10]), padding=(28, 28), dtype=exact_dtype(backend))
     assert bool(case.q[100:].isnan().all() and case.k[100:].isnan().all() and case.dout[100:].isnan().all())
     got = actual(case, mask, backend)
     for name in ("out", "dq", "dk", "dv"):
@@ -120,8 +130,8 @@ def test_padding_holds_nan(backend: str) -> None:
 @every_backend
 def test_gradient_slice_of_a_wide_buffer(backend: str) -> None:
     """dout as a column slice of a wide concatenation: the token stride is the buffer's, not H * D."""
-    case = make_case(document_pairs([40, 3]), (4, 2), (8, 8), dlse=False)
-    wide = torch.full((43, 4 * 8 * 7), float("nan"), dtype=torch.float64)
+    case = make_case(document_pairs([40, 3]), (4, 2), (8, 8), dlse=False, dtype=exact_dtype(backend))
+    wide = torch.full((43, 4 * 8 * 7), float("nan"), dtype=case.dout.dtype)
     inside = wide[:, 32:64].unflatten(1, (4, 8))
     inside.copy_(case.dout)
     sliced = Case(case.q, case.k, case.v, case.allowed, inside, None, case.scale)
@@ -133,7 +143,7 @@ def test_gradient_slice_of_a_wide_buffer(backend: str) -> None:
 def test_a_part_without_keys_has_lse_minus_infinity(backend: str) -> None:
     """A later part that shows some rows no key must say so: a finite lse there corrupts the merged result."""
     whole = document_pairs([6, 5])
-    case = make_case(whole, dlse=False)
+    case = make_case(whole, dlse=False, dtype=exact_dtype(backend))
     parts = []
     for columns in (slice(0, 4), slice(4, 11)):
         at = list(range(11))[columns]
@@ -142,8 +152,8 @@ def test_a_part_without_keys_has_lse_minus_infinity(backend: str) -> None:
     assert bool((parts[1][1][:, :4] == -math.inf).all())
     out, lse = merge([p[0] for p in parts], [p[1] for p in parts])
     want = expected(case)
-    assert error(out, want["out"]) < 1e-12
-    assert error(lse, want["lse"]) < 1e-12
+    assert error(out, want["out"]) < exact_tolerance(backend)
+    assert error(lse, want["lse"]) < exact_tolerance(backend)
 
 
 @every_backend
@@ -231,7 +241,7 @@ def test_a_gradient_for_every_input(backend: str) -> None:
 @every_backend
 def test_gradients_add_up_over_parts(backend: str) -> None:
     """Blocks of keys, merged, have the gradients of the whole: each part is differentiated through its lse too."""
-    case = make_case(document_pairs([100, 30]))
+    case = make_case(document_pairs([100, 30]), dtype=exact_dtype(backend))
     q, k, v = (x.clone().requires_grad_() for x in (case.q, case.k, case.v))
     outs, lses = [], []
     for a, b in ((0, 50), (50, 120), (120, 130)):
@@ -242,7 +252,7 @@ def test_gradients_add_up_over_parts(backend: str) -> None:
     assert case.dlse is not None
     grads = torch.autograd.grad(merge(outs, lses), (q, k, v), (case.dout, case.dlse))
     want = expected(case)
-    assert max(error(g, want[name]) for g, name in zip(grads, ("dq", "dk", "dv"))) < 1e-12
+    assert max(error(g, want[name]) for g, name in zip(grads, ("dq", "dk", "dv"))) < exact_tolerance(backend)
 
 
 def test_varlen_call_means_what_users_know() -> None:

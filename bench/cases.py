@@ -1,0 +1,86 @@
+"""Which compilations there are: every kernel x head dim x dtype x target, at the tile that the table chooses.
+
+The compile gate walks all of them (in the short tests `covering_cases`), the static report all but the options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from bench.compile import Case
+from bench.measure import Tile
+from bench.targets import TARGETS
+from kernels.specs import ELEMENT_SIZES, attention_spec, delta_spec, merge_spec
+from kernels.tiling import Kernel, choose_tile, padded_width
+from kernels.tiling import Tile as Chosen
+
+PRODUCTS: dict[Kernel, int] = {"fwd": 2, "dq": 3, "dkdv": 4}
+HEAD_DIMS = (64, 80, 128, 256)
+DTYPES = ("bf16", "fp16", "fp32")
+OPTIONS = ("add", "capped", "gaps", "sink")
+# kernel, head dim, dtype
+_COVERING: tuple[tuple[Kernel, int, str], ...] = (
+    ("fwd", 64, "bf16"), ("dq", 80, "fp16"), ("dkdv", 128, "bf16"), ("fwd", 256, "bf16"), ("dkdv", 256, "bf16"),
+    ("fwd", 64, "fp32"),
+)  # fmt: skip
+
+
+def attention_case(
+    kernel: Kernel, head_dim: int, dtype: str, target: str, option: str | None = None, tile: Chosen | None = None
+) -> Case:
+    """A kernel of PRODUCTS at `tile`, by default its chosen one; `option`, one of OPTIONS, is what is switched on.
+
+    Raises:
+        ValueError: an option that is none of OPTIONS.
+    """
+    if option is not None and option not in OPTIONS:
+        raise ValueError(f"{option!r} is no option of a launch; use one of {', '.join(OPTIONS)}")
+    size = ELEMENT_SIZES[dtype]
+    on = {name: name == option for name in OPTIONS}
+    tile = tile or choose_tile(kernel, padded_width(head_dim), size, target)
+    spec = attention_spec(
+        kernel, head_dim, dtype, target, tile, add=on["add"], capped=on["capped"], gaps=on["gaps"], sink=on["sink"]
+    )
+    streamed = tile.block_m if kernel == "dkdv" else tile.block_n
+    copied = 2 * streamed * padded_width(head_dim) * size  # keys and values, or queries and dout
+    once = Tile(tile.block_m, tile.block_n, head_dim, PRODUCTS[kernel])
+    return Case(kernel, target, dtype, head_dim, spec, once, copied, option=option or "")
+
+
+def attention_cases(
+    head_dims: Sequence[int] = HEAD_DIMS, dtypes: Sequence[str] = DTYPES, targets: Sequence[str] = tuple(TARGETS)
+) -> Iterator[Case]:
+    """Forward, dq and dk/dv as `attention` launches them."""
+    for target in targets:
+        for dtype in dtypes:
+            for head_dim in head_dims:
+                for kernel in PRODUCTS:
+                    yield attention_case(kernel, head_dim, dtype, target)
+
+
+def row_cases(
+    head_dims: Sequence[int] = HEAD_DIMS, dtypes: Sequence[str] = DTYPES, targets: Sequence[str] = tuple(TARGETS)
+) -> Iterator[Case]:
+    """The kernels that walk rows once and have no matrix product: delta, and merges of partial results."""
+    for target in targets:
+        for dtype in dtypes:
+            for head_dim in head_dims:
+                yield Case("delta", target, dtype, head_dim, delta_spec(head_dim, dtype))
+                yield Case("merge", target, dtype, head_dim, merge_spec(head_dim, dtype))
+                yield Case("merge_backward", target, dtype, head_dim, merge_spec(head_dim, dtype, backward=True))
+
+
+def option_cases(targets: Sequence[str]) -> Iterator[Case]:
+    """What a launch can switch on: the accumulate form, a soft cap, keys that nobody sees, a sink."""
+    for target in targets:
+        for kernel in PRODUCTS:
+            for option in OPTIONS:
+                if option != "sink" or kernel == "fwd":
+                    yield attention_case(kernel, 128, "bf16", target, option)
+
+
+def covering_cases(target: str) -> Iterator[Case]:
+    """For one target each kernel, each head dim and each dtype at least once: what a short test affords."""
+    for kernel, head_dim, dtype in _COVERING:
+        yield attention_case(kernel, head_dim, dtype, target)
+    yield from row_cases((128,), ("bf16",), (target,))
