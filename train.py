@@ -32,8 +32,9 @@ def main(composed: DictConfig) -> None:
         from training.launch import launch
 
         outcome = launch(config)
-    except (ValueError, ArithmeticError) as error:
+    except (ValueError, ArithmeticError, OSError) as error:
         if sweep:
+            print(f"error: {error}", file=sys.stderr)  # Hydra reports only the first job that failed
             raise
         sys.exit(f"error: {error}")
     if sweep and outcome.stopped_by in ("SIGINT", "SIGTERM"):
@@ -45,4 +46,7 @@ if __name__ == "__main__":
         screen_overrides(sys.argv[1:])
     except ValueError as error:
         sys.exit(f"error: {error}")
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

@@ -27,6 +27,7 @@ class PackedDocument(NamedTuple):
     start: int
     stop: int
     whole: bool  # False for a part of a document that was cut at a row's end
+    goes_on: bool  # True for a part that another part follows
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ class PackedBatch:
 
     @property
     def cut_documents(self) -> int:
-        """Documents of the layout that are only a part of a source document."""
-        return sum(not document.whole for document in self.documents)
+        """Cuts: documents of the layout that go on in another row, as a new document."""
+        return sum(document.goes_on for document in self.documents)
 
     def select_rows(self, start: int, stop: int) -> "PackedBatch":
         """Rows `start` to `stop` (half-open) as a batch of their own. ValueError for rows that are not there."""
@@ -118,9 +119,10 @@ def build_batch(source: Source, rows: Sequence[Sequence[Piece]], seq_len: int, b
         ids = source.tokens(piece.document, piece.start, piece.stop)
         tokens[start:stop] = ids
         labels[start : stop - 1] = ids[1:]
-        whole = piece.length == source.length(piece.document)
+        length = source.length(piece.document)
+        where = (piece.epoch, piece.document, piece.start, piece.stop)
         name = source.name(piece.document)
-        documents.append(PackedDocument(row, name, piece.epoch, piece.document, piece.start, piece.stop, whole))
+        documents.append(PackedDocument(row, name, *where, piece.length == length, piece.stop < length))
     shape = (len(rows), seq_len)
     return PackedBatch(
         torch.from_numpy(tokens).view(shape),

@@ -49,3 +49,9 @@ class DataConfig:
             )
         if not self.text_key:
             raise ValueError("data.text_key is empty; name the key that holds a document's text")
+        for key, default, source in (("mix", "web", "synthetic"), ("text_key", "text", "files")):
+            if getattr(self, key) != default and self.source != source:
+                raise ValueError(
+                    f"data.{key}={getattr(self, key)} is set, but data.source={self.source} does not read it; "
+                    f"use data.source={source} or leave data.{key} out"
+                )

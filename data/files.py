@@ -176,7 +176,7 @@ def from_paths(config: DataConfig, tokenizer: Tokenizer, vocab_size: int, seed: 
             if (real := os.path.realpath(path)) in seen:
                 continue
             seen.add(real)
-            if path.endswith(".jsonl"):
+            if path.lower().endswith(".jsonl"):
                 source.add_json_lines(path, path)
             else:
                 source.add_text(path, path)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from data.batch import PackedBatch, build_batch
 from data.config import DataConfig
 from data.packing import PACKINGS, Piece
-from data.sources import open_source
+from data.sources import Source, open_source
 from data.split import DocumentOrder, split_documents
 from data.tokenizer import TOKENIZERS
 
@@ -37,12 +37,15 @@ class PackedLoader:
         vocab_size: ids that the model knows.
         seed: at least 0; the train split's order, and the documents of a synthetic source.
         split: train or eval.
+        source: the other split's source, if it is finite; opened here by default.
 
     Raises:
         ValueError: a value or a document that cannot work; all documents are checked here, before training.
     """
 
-    def __init__(self, config: DataConfig, vocab_size: int, seed: int, split: str = "train") -> None:
+    def __init__(
+        self, config: DataConfig, vocab_size: int, seed: int, split: str = "train", source: Source | None = None
+    ) -> None:
         config.validate()
         if split not in SPLITS:
             raise ValueError(f"split={split!r} is unknown; choose one of {', '.join(SPLITS)}")
@@ -61,7 +64,7 @@ class PackedLoader:
         self.vocab_size = vocab_size
         self._seed = seed if split == "train" else 0
         # Drawn documents: the evaluation reads another stream, the same for every seed.
-        self.source = open_source(config, self.tokenizer, vocab_size, 2 * seed + 2 if split == "train" else 1)
+        self.source = source or open_source(config, self.tokenizer, vocab_size, 2 * seed + 2 if split == "train" else 1)
         self.indices: NDArray[np.int64] | None = None  # the split's documents; None where they never end
         if self.source.size is not None:
             self.indices = split_documents(self.source, config.eval_fraction)[SPLITS.index(split)]

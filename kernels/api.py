@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
@@ -35,7 +36,7 @@ def attention(
     Args:
         q, k, v: packed tokens of one floating dtype; any strides; D and Dv from 1 to 256; Hkv divides H.
         mask: an IntervalMask, or a list of disjoint ones (bands). Tokens of q and k after the mask's last are padding:
-            never read as numbers, out 0, lse -inf, gradients 0.
+            never read as numbers, out 0, lse -inf, gradients 0. A NaN in a live token may reach other documents.
         softmax_scale: factor of the logits, 1 / sqrt(D) by default.
         softcap: c > 0 replaces each scaled logit s by c * tanh(s / c).
         sink: one more logit per head, unscaled and uncapped, that takes probability and has no value. lse includes it;
@@ -54,7 +55,8 @@ def attention(
     check_inputs(q, k, v, masks, softmax_scale, softcap, sink)
     require_disjoint(masks)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    return choose_backend(backend, q).attention(q, k, v, masks, scale, softcap, sink)
+    with torch.autocast(q.device.type, enabled=False):  # the arithmetic's precision is the contract's, not the caller's
+        return choose_backend(backend, q).attention(q, k, v, masks, scale, softcap, sink)
 
 
 def flash_attn_varlen_func(

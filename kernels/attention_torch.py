@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from kernels.checks import first_order
 from kernels.dense import CappedDense, Dense, FlashDense
 from kernels.mask import IntervalMask
 from kernels.staircase import Batch, Slice, StaircasePlan, plan_staircase
@@ -55,7 +55,7 @@ class _StaircaseAttention(torch.autograd.Function):
         return out.to(q.dtype), lse.T.contiguous()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:

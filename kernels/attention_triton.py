@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.attention_bwd import attention_delta, attention_dkdv, attention_dq
 from kernels.attention_fwd import attention_forward
+from kernels.checks import first_order
 from kernels.mask import INT32_MAX, IntervalMask
 from kernels.runtime import interpreted, on_device_of, target_name
 from kernels.tiling import Kernel, Tile, choose_tile, late_sum, padded_width, tile_order, use_descriptors
@@ -76,7 +76,7 @@ class _TritonAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +50,10 @@ def check_inputs(
             f"sink must hold one floating logit for each of {q.shape[1]} heads on {q.device}, "
             f"not {tuple(sink.shape)} {sink.dtype} on {sink.device}"
         )
+    if sink is not None and sink.device.type == "cpu" and not bool((sink.detach() < float("inf")).all()):
+        raise ValueError(
+            "sink holds a NaN or +inf, which would take all probability; use finite logits, or -inf for none"
+        )
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -75,3 +81,18 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"head widths must lie in 1..{MAX_HEAD_DIM}, but q and k have {q.shape[2]} and v has {v.shape[2]}; "
             "use more, narrower heads"
         )
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses `create_graph=True` in an autograd.Function's backward: its gradient would silently lack terms."""
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "this backward is differentiable once: create_graph=True (double backward, jvp, hvp) is not supported; "
+                'use backend="reference" on small inputs'
+            )
+        return backward(ctx, *grads)
+
+    return checked

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from kernels.checks import first_order
 from kernels.runtime import triton_installed
 
 
@@ -73,7 +73,7 @@ class _Merge(torch.autograd.Function):
         return out.to(outs[0].dtype, copy=True), base + total.log()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:

@@ -12,8 +12,8 @@ import torch
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from kernels.checks import first_order
 from kernels.device import load_rows, store_rows
 from kernels.runtime import interpreted, jit, on_device_of
 from kernels.tiling import padded_width
@@ -159,7 +159,7 @@ class _Merge(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:

@@ -6,6 +6,7 @@ Causal, full, sliding-window and document masks between two position-sorted bloc
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -265,7 +266,7 @@ def _index_tensor(name: str, values: Indices) -> Tensor:
         if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{name} must be a 1-D int32 tensor or a list, not {values.dim()}-D {values.dtype}")
         return values.long()
-    return torch.tensor([int(x) for x in values], dtype=torch.int64)
+    return torch.tensor([operator.index(x) for x in values], dtype=torch.int64)
 
 
 def _total(cu_name: str, total_name: str, cu: Tensor, total: int | None) -> int:

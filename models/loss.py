@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 IGNORED = -100
 BUDGET_BYTES = 256 * 2**20
@@ -89,7 +88,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return nll
 
     @staticmethod
-    @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, upstream: Tensor
     ) -> tuple[Tensor | None, ...]:

@@ -6,7 +6,9 @@ marked complete; a kill at any moment leaves the previous one usable. Nothing is
 
 import json
 import os
+import re
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 MARKER = "COMPLETE"
+FILES = {"model.safetensors", "optimizer.safetensors", "state.json"}
 
 
 def save_checkpoint(
@@ -24,38 +27,44 @@ def save_checkpoint(
     """Write `folder/step_<step>` and drop all but the newest `keep` complete checkpoints.
 
     Args:
-        state: what else a resumed run needs, JSON-able (data position, counters, configuration, tracker id).
+        state: what else a resumed run needs, JSON-able (data position, counters, configuration).
 
     Returns:
         The checkpoint's path.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target, temporary = folder / f"step_{step:08d}", folder / f".writing_step_{step:08d}"
-    for leftover in folder.glob(".writing_*"):
+    for leftover in folder.glob(".writing_step_*"):
         shutil.rmtree(leftover)
     temporary.mkdir()
     _write_tensors(temporary / "model.safetensors", _own_tensors(model))
     _write_tensors(temporary / "optimizer.safetensors", _optimizer_tensors(model, optimizer))
     _write_text(temporary / "state.json", json.dumps({"step": step, **state}, indent=1))
-    sizes = {p.name: p.stat().st_size for p in sorted(temporary.iterdir())}
+    marker = {p.name: [p.stat().st_size, _checksum(p)] for p in sorted(temporary.iterdir())}
     _sync_folder(temporary)
     if target.exists():
         _remove(target)
     os.rename(temporary, target)
     _sync_folder(folder)
-    _write_text(target / MARKER, json.dumps(sizes))
+    _write_text(target / MARKER, json.dumps(marker))
     _sync_folder(target)
     for old in complete_checkpoints(folder)[:-keep]:
         _remove(old)
-    for broken in folder.glob("step_*"):
-        if broken < target and not (broken / MARKER).exists():
+    for broken in _steps(folder):
+        if broken.name < target.name and not (broken / MARKER).exists():
             shutil.rmtree(broken)
     return target
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints whose marker is there and whose files have the sizes it names, oldest first."""
-    return [p for p in sorted(folder.glob("step_*")) if _is_complete(p)]
+    return [p for p in _steps(folder) if _is_complete(p)]
+
+
+def is_intact(checkpoint: Path) -> bool:
+    """Whether every file of a complete checkpoint still has the checksum that its marker names; reads all of it."""
+    marker = json.loads((checkpoint / MARKER).read_text())
+    return all(_checksum(checkpoint / name) == checksum for name, (_, checksum) in marker.items())
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
@@ -83,7 +92,7 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
             kind, name = key.split("/", 1)
             states.setdefault(name, {})[kind] = file.get_tensor(key)
     for name, parameter in model.named_parameters():
-        if name in states:
+        if name in states:  # a parameter that never had a gradient has no state
             optimizer.state[parameter] = {k: v.to(device) for k, v in states[name].items()}
 
 
@@ -111,12 +120,25 @@ def _check_same(checkpoint: Path, found: dict[str, tuple], wanted: dict[str, tup
             raise ValueError(f"{checkpoint} is a checkpoint of another model: {name} is {there} there and {here} here.")
 
 
+def _steps(folder: Path) -> list[Path]:
+    """Folders named like a checkpoint, by step; a copy under another name is none."""
+    return sorted(p for p in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", p.name) and p.is_dir())
+
+
 def _is_complete(path: Path) -> bool:
     try:
-        sizes = json.loads((path / MARKER).read_text())
-        return all((path / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
+        marker = json.loads((path / MARKER).read_text())
+        return set(marker) == FILES and all((path / n).stat().st_size == size for n, (size, _) in marker.items())
+    except (OSError, ValueError, TypeError, AttributeError):
         return False
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

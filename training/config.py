@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,18 +61,18 @@ class OptimConfig:
     schedule: Schedule = Schedule.cosine  # cosine: warm up, then half a cosine; wsd: warm up, stay, decay linearly
     warmup_steps: int = 20
     decay_steps: int = 0  # wsd: length of the final decay, in steps
-    min_lr_ratio: float = 0.1  # learning rate at the last step, as a share of the peak
+    min_lr_ratio: float = 0.1  # where the decay ends, as a share of the peak
 
     def validate(self, steps: int) -> None:
         """Raise ConfigError for values that no run could use."""
-        if not self.lr > 0:
-            raise ConfigError(f"optim.lr={self.lr} must be above 0.")
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"optim.lr={self.lr} must be a finite number above 0.")
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ConfigError(f"optim.betas={list(self.betas)} must be two numbers in [0, 1).")
-        if not self.eps > 0:
-            raise ConfigError(f"optim.eps={self.eps} must be above 0.")
-        if not self.weight_decay >= 0:
-            raise ConfigError(f"optim.weight_decay={self.weight_decay} must be 0 or more.")
+        if not 0 < self.eps < math.inf:
+            raise ConfigError(f"optim.eps={self.eps} must be a finite number above 0.")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"optim.weight_decay={self.weight_decay} must be a finite number of 0 or more.")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"optim.clip_norm={self.clip_norm} must be above 0; null turns clipping off.")
         if not 0 <= self.min_lr_ratio <= 1:
@@ -178,7 +179,7 @@ class Config:
 UNHASHED = {
     "nproc": None,
     "wandb": None,
-    "run": {"stop_at", "dir", "resume", "eval_every", "save_every", "keep", "log_every"},
+    "run": {"stop_at", "dir", "resume", "nonfinite", "eval_every", "save_every", "keep", "log_every"},
 }
 
 

@@ -5,8 +5,9 @@ import json
 import os
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from training.checkpoint import complete_checkpoints, load_state
+from training.checkpoint import complete_checkpoints, is_intact, load_state
 from training.config import Config, ConfigError, Resume, config_hash, differences, to_plain
 from training.provenance import provenance
 
@@ -27,6 +28,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
         self.summary = self.path / "summary.json"
+        self.notices: list[str] = []  # what the user must know about the state in which the folder was found
 
     def __enter__(self) -> "RunFolder":
         self.path.mkdir(parents=True, exist_ok=True)
@@ -57,15 +59,20 @@ class RunFolder:
             self.path.rmdir()
 
     def _find_checkpoint(self) -> Path | None:
-        found = complete_checkpoints(self.checkpoints)
         if self.config.run.resume is Resume.never:
             self._set_aside()
             return None
+        found = complete_checkpoints(self.checkpoints)
+        while found and not is_intact(found[-1]):
+            self.notices.append(f"{found.pop()} is damaged (a checksum differs); it is passed over")
         if not found:
             if self.config.run.resume is Resume.must:
                 raise ConfigError(
                     f"run.resume=must, and {self.checkpoints} holds no complete checkpoint; run.resume=auto starts."
                 )
+            if any(self.checkpoints.glob("step_*")):
+                aside = self._set_aside()
+                self.notices.append(f"no complete checkpoint in {self.checkpoints}; what was there now lies in {aside}")
             return None
         newest = found[-1]
         changed = differences(load_state(newest)["config"], to_plain(self.config))
@@ -77,9 +84,15 @@ class RunFolder:
             )
         return newest
 
-    def _set_aside(self) -> None:
-        """Move what an earlier run left to `<dir>/earlier-<n>`; nothing is deleted."""
+    def _set_aside(self) -> Path | None:
+        """Move what an earlier run left to `<dir>/earlier-<n>`; nothing is deleted.
+
+        Raises:
+            ConfigError: the folder holds files, and they are no run's.
+        """
         left = [p for p in self.path.iterdir() if p.name != ".lock" and not p.name.startswith("earlier-")]
+        if left and not (self.path / "config.json").exists():
+            raise ConfigError(f"{self.path} holds files that are no run's ({left[0].name}, ...); give another run.dir.")
         if left:
             number = 1
             while (aside := self.path / f"earlier-{number}").exists():
@@ -87,13 +100,23 @@ class RunFolder:
             aside.mkdir()
             for path in left:
                 path.rename(aside / path.name)
+            return aside
+        return None
 
     def record_start(self) -> None:
         """Write config.json and provenance.json; earlier invocations' provenance is kept in the list."""
         write_json(self.path / "config.json", to_plain(self.config))
         path = self.path / "provenance.json"
-        earlier = json.loads(path.read_text()) if path.exists() else []
+        earlier = read_json(path) if path.exists() else []
         write_json(path, [*earlier, provenance()])
+
+
+def read_json(path: Path) -> Any:
+    """Read a file that `write_json` wrote. ConfigError, naming the file, if it is damaged."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged ({error}); restore it, or move it away.") from error
 
 
 def write_json(path: Path, value: object) -> None:

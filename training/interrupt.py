@@ -6,7 +6,7 @@ from types import FrameType
 
 
 class StopRequest:
-    """A context manager; `reason` names the first signal received. A second SIGINT interrupts at once."""
+    """A context manager; `reason` names the first signal received. A second signal interrupts at once."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -23,6 +23,6 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.reason is not None and number == signal.SIGINT:
+        if self.reason is not None:
             raise KeyboardInterrupt
-        self.reason = self.reason or signal.Signals(number).name
+        self.reason = signal.Signals(number).name

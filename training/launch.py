@@ -11,7 +11,10 @@ from training.loop import Outcome, train
 
 def check_ranks(config: Config) -> None:
     """Raise ConfigError when the launcher or `nproc` gives more ranks than this version trains on, which is one."""
-    given = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
+    text = os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"the environment gives {text!r} ranks (WORLD_SIZE or SLURM_STEP_NUM_TASKS); unset it.")
+    given = int(text)
     if config.nproc is not None and config.nproc != given and given != 1:
         raise ConfigError(f"nproc={config.nproc}, and the launcher gives {given} ranks; leave nproc out.")
     ranks = max(given, config.nproc or 1)

@@ -15,8 +15,8 @@ from data.loader import PackedLoader
 from models.decoder import Decoder
 from models.flops import flops_per_step, parameter_count
 from training.checkpoint import load_checkpoint, load_state, save_checkpoint
-from training.config import Config, NonFinite, to_plain
-from training.folder import RunFolder, write_json
+from training.config import Config, ConfigError, NonFinite, to_plain
+from training.folder import RunFolder, read_json, write_json
 from training.hardware import peak_memory_bytes, peak_tflops, pick_device
 from training.interrupt import StopRequest
 from training.metrics import MetricsFile
@@ -49,15 +49,25 @@ def train(config: Config, console: Console) -> Outcome:
     """Train from the newest complete checkpoint, or from step 1, to `run.steps` (or `run.stop_at`).
 
     Raises:
-        ConfigError: the configuration, the data or the run folder cannot be used; nothing was changed.
+        ConfigError: the configuration, the data or the run folder cannot be used.
         NonFiniteLoss: a loss or a gradient was not finite, and `run.nonfinite=stop`; no checkpoint was touched.
     """
     with StopRequest() as stop, RunFolder(config) as folder:
         if folder.checkpoint and load_state(folder.checkpoint)["step"] == config.run.steps and folder.summary.exists():
-            summary = json.loads(folder.summary.read_text())
+            summary = read_json(folder.summary)
             print_outcome(console, config, folder.path, summary, "already finished")
             return Outcome(config.run.steps, None, folder.path, summary)
         return Trainer(config, folder, stop, console).run()
+
+
+def open_loaders(config: Config) -> tuple[PackedLoader, PackedLoader | None]:
+    """The train split and, unless `data.eval_fraction` is 0, the held-out one; a finite corpus is read once."""
+    vocab, seed = config.model.vocab_size, config.run.seed
+    train = PackedLoader(config.data, vocab, seed, split="train")
+    if config.data.eval_fraction == 0:
+        return train, None
+    shared = train.source if train.source.size is not None else None
+    return train, PackedLoader(config.data, vocab, seed, split="eval", source=shared)
 
 
 class Trainer:
@@ -66,11 +76,9 @@ class Trainer:
     def __init__(self, config: Config, folder: RunFolder, stop: StopRequest, console: Console):
         self.config, self.folder, self.stop, self.console = config, folder, stop, console
         self.device = pick_device(config.run.device)
-        vocab = config.model.vocab_size
-        self.loader = PackedLoader(config.data, vocab, config.run.seed, split="train")
-        self.held_out = (
-            PackedLoader(config.data, vocab, config.run.seed, split="eval") if config.data.eval_fraction else None
-        )
+        for notice in folder.notices:
+            console.print(notice, highlight=False, markup=False)
+        self.loader, self.held_out = open_loaders(config)
         self.model = Decoder(config.model, seed=config.run.seed).to(self.device)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.counters, self.step = Counters(), 0
@@ -90,6 +98,10 @@ class Trainer:
         """Loop until the horizon, `run.stop_at` or a signal; save; print the table."""
         run = self.config.run
         last = run.stop_at or run.steps
+        if last < self.step:
+            raise ConfigError(
+                f"run.stop_at={last} lies before the checkpoint's step {self.step}; raise it, or leave it out."
+            )
         self._print_start(last)
         saved = self.step
         failed = True
@@ -175,7 +187,11 @@ class Trainer:
             self.step != run.steps and not (run.eval_every and self.step % run.eval_every == 0)
         ):
             return {}
-        result = evaluate(self.model, self.held_out, run.precision)
+        # a signal ends an evaluation in mid-run; the last one, which the summary needs, only a second signal
+        stop = (lambda: self.stop.reason is not None) if self.step != run.steps else (lambda: False)
+        result = evaluate(self.model, self.held_out, run.precision, stop)
+        if result is None:
+            return {}
         values: dict[str, float | None] = {"eval/loss": result.loss}
         if result.bits_per_byte is not None:
             values["eval/bits_per_byte"] = result.bits_per_byte
@@ -222,7 +238,8 @@ class Trainer:
         rows = [json.loads(line) for line in self.folder.metrics.read_text().splitlines()]
         bigram = None
         if self.held_out is not None and "eval/bits_per_byte" in rows[-1]:
-            bigram = bigram_bits_per_byte(self.loader, self.held_out)
+            few = {} if self.loader.source.size is not None else {"max_tokens": 1 << 20}  # drawing documents takes time
+            bigram = bigram_bits_per_byte(self.loader, self.held_out, **few)
         return {
             "step": self.step,
             "train_loss": rows[-1]["train/loss"],

@@ -23,8 +23,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "mem/peak_bytes": ("bytes", "peak memory so far: the device's allocator, on a CPU the process"),
     "data/docs_per_row": ("documents", "documents in a packed row, mean"),
     "data/padding": ("1", "share of the step's token slots that hold padding"),
-    "data/cut_documents": ("documents", "documents that continued in another row, since step 1"),
-    "data/epoch": ("epochs", "passes over the training documents begun"),
+    "data/cut_documents": ("documents", "documents cut at a row's end, which go on in another row, since step 1"),
+    "data/epoch": ("epochs", "complete passes over the training documents"),
     "data/mask_density": ("1", "allowed (query, key) pairs over those of full causal rows"),
 }
 
@@ -73,12 +73,24 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics file, in order; a last line cut short by a kill is dropped."""
-    rows = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
+    """The rows of a metrics file, in order; a last line cut short by a kill is dropped.
+
+    Raises:
+        ValueError: a damaged line before the last; names it.
+    """
+    rows: list[dict] = []
+    if not path.exists():
+        return rows
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+        elif number < len(lines):
+            raise ValueError(
+                f"{path}:{number} is no metrics row ({line[:40]!r}); mend or move the file before resuming"
+            )
     return rows

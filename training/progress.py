@@ -1,9 +1,11 @@
 """What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere, and a table at the end."""
 
+import math
 import time
 from types import TracebackType
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -63,7 +65,10 @@ class ProgressReport:
 
 def describe_evaluation(values: dict[str, float | int | None]) -> str:
     """'2.1234 nats/token, 3.0634 bits/byte'."""
-    text = f"{values['eval/loss']:.4f} nats/token"
+    loss = values["eval/loss"]
+    if loss is None or not math.isfinite(loss):
+        return "not finite"
+    text = f"{loss:.4f} nats/token"
     bits = values.get("eval/bits_per_byte")
     return text if bits is None else f"{text}, {bits:.4f} bits/byte"
 
@@ -76,7 +81,7 @@ def print_summary(console: Console, title: str, rows: list[tuple[str, str]]) -> 
         for name, value in rows:
             console.print(f"  {name:<{width}}  {value}", highlight=False, soft_wrap=True, markup=False)
         return
-    table = Table(title=title, show_header=False)
+    table = Table(title=escape(title), show_header=False)
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(name, escape(value))
     console.print(table, soft_wrap=True)

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -88,11 +88,13 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: Decoder, batches: Iterable[PackedBatch] | Iterator[PackedBatch], precision: Precision
-) -> Evaluation:
-    """Sum of losses over sum of counts, over all batches: never a mean of means."""
+    model: Decoder, batches: Iterable[PackedBatch], precision: Precision, stop: Callable[[], bool] = lambda: False
+) -> Evaluation | None:
+    """Sum of losses over sum of counts, over all batches: never a mean of means. None once `stop()` says so."""
     total, tokens, size = 0.0, 0, 0
     for batch in batches:
+        if stop():
+            return None
         total += token_losses(model, batch, precision).sum(dtype=torch.float64).item()
         tokens += batch.label_tokens
         size += batch.predicted_bytes

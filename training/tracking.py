@@ -7,7 +7,8 @@ from typing import Any
 
 import wandb
 
-from training.config import WandbConfig, WandbMode
+from training.config import ConfigError, WandbConfig, WandbMode
+from training.folder import read_json
 
 
 class Tracker:
@@ -29,19 +30,22 @@ class Tracker:
         run_id = _run_id(folder)
         for old in (folder / "wandb").glob(f"offline-run-*-{run_id}"):
             old.rename(old.with_name(f"superseded-{old.name}"))
-        self._run = wandb.init(
-            project=config.project,
-            entity=config.entity,
-            group=config.group,
-            tags=config.tags,
-            id=run_id,
-            name=name,
-            resume="allow",
-            dir=str(folder),
-            config=settings,
-            mode="online" if self.mode == "online" else "offline",
-            settings=wandb.Settings(silent=True, console="off"),
-        )
+        try:
+            self._run = wandb.init(
+                project=config.project,
+                entity=config.entity,
+                group=config.group,
+                tags=config.tags,
+                id=run_id,
+                name=name,
+                resume="allow",
+                dir=str(folder),
+                config=settings,
+                mode="online" if self.mode == "online" else "offline",
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except wandb.Error as error:
+            raise ConfigError(f"W&B did not start ({error}); use wandb.mode=offline or wandb.mode=disabled.") from error
         # our step is the axis: W&B's own counter drops what comes back at a lower step
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -70,7 +74,7 @@ def _mode(config: WandbConfig) -> str:
 def _run_id(folder: Path) -> str:
     path = folder / "wandb_id.json"
     if path.exists():
-        return json.loads(path.read_text())["id"]
+        return read_json(path)["id"]
     run_id = secrets.token_hex(4)
     path.write_text(json.dumps({"id": run_id}))
     return run_id

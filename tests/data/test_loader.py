@@ -98,7 +98,7 @@ def test_a_cut_document_goes_on_as_a_new_one() -> None:
     batch = build_batch(Listed([1, 2, 3, 4, 5]), [[Piece(0, 0, 0, 3)], [Piece(0, 0, 3, 5)]], 3, 256)
     assert batch.labels.tolist() == [[2, 3, IGNORE], [5, IGNORE, IGNORE]]
     assert batch.positions.tolist() == [[0, 1, 2], [0, 1, 0]]
-    assert batch.cut_documents == 2 and [d.whole for d in batch.documents] == [False, False]
+    assert batch.cut_documents == 1 and [d.whole for d in batch.documents] == [False, False]
 
 
 def test_end_tokens_inside_a_text_make_no_boundary() -> None:
@@ -227,7 +227,7 @@ def test_peers_of_one_sequence_get_the_same_batch(corpus: Path, monkeypatch: pyt
         monkeypatch.setenv("WORLD_SIZE", "4")
         batches.append(PackedLoader(config_of(corpus), 258, 0).batch(2))
     assert equal(*batches)
-    assert set(inspect.signature(PackedLoader).parameters) == {"config", "vocab_size", "seed", "split"}
+    assert set(inspect.signature(PackedLoader).parameters) == {"config", "vocab_size", "seed", "split", "source"}
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])

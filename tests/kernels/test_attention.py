@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.api import IntervalMask, attention
+from kernels.api import IntervalMask, attention, merge
 from kernels.backends import able_backends
 from tests.kernels.oracle import (
     Case,
@@ -274,3 +274,35 @@ def test_torch_memory_is_linear() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
         attention(q, q, q, mask, backend="torch")
     assert 0 < max(saved) <= T * 8
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_autocast_does_not_reach_the_arithmetic(backend: str, softcap: float | None) -> None:
+    """Under bf16 autocast fp32 inputs keep fp32 results: the precision is the contract's, not the caller's."""
+    q, k, v = torch.randn(3, 40, 2, 16, generator=torch.Generator().manual_seed(0))
+    mask = IntervalMask.from_cu_seqlens([0, 25, 40])
+    wanted = attention(q, k, v, mask, softcap=softcap, backend=backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention(q, k, v, mask, softcap=softcap, backend=backend)
+    assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(wanted, found))
+
+
+def test_double_backward_is_refused_where_it_would_be_wrong() -> None:
+    """A gradient of a gradient would silently lack terms."""
+    q = torch.randn(8, 1, 4, requires_grad=True)
+    out, _ = attention(q, q, q, IntervalMask.from_cu_seqlens([0, 8]), backend="torch")
+    with pytest.raises(ValueError, match="differentiable once"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+    part = torch.zeros(8, 1, 4, requires_grad=True)
+    merged, _ = merge([part, part], [torch.zeros(1, 8)] * 2)
+    with pytest.raises(ValueError, match="differentiable once"):
+        torch.autograd.grad(merged.sum(), part, create_graph=True)
+
+
+def test_bad_sinks_and_fractional_boundaries_are_refused() -> None:
+    q = torch.randn(4, 2, 4)
+    with pytest.raises(ValueError, match="sink holds a NaN or"):
+        attention(q, q, q, IntervalMask.from_cu_seqlens([0, 4]), sink=torch.tensor([0.0, float("inf")]))
+    with pytest.raises(TypeError):
+        IntervalMask.from_documents([0], [1.9], 4)

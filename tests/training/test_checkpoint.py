@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,3 +122,18 @@ def test_killed_while_saving_five_times_always_leaves_a_complete_one(tmp_path):
         model = nn.Linear(300, 300)
         ck.load_checkpoint(newest, model, torch.optim.AdamW(model.parameters()))
         assert torch.equal(model.weight, torch.full((300, 300), float(state["step"])))
+
+
+def test_a_copy_under_another_name_is_no_checkpoint(tmp_path):
+    path = ck.save_checkpoint(tmp_path, 10, *trained(), {}, keep=2)
+    shutil.copytree(path, tmp_path / "step_backup")
+    assert ck.complete_checkpoints(tmp_path) == [path]
+
+
+def test_a_flipped_byte_is_noticed(tmp_path):
+    path = ck.save_checkpoint(tmp_path, 1, *trained(), {}, keep=1)
+    assert ck.is_intact(path)
+    data = bytearray((path / "optimizer.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "optimizer.safetensors").write_bytes(data)
+    assert ck.complete_checkpoints(tmp_path) == [path] and not ck.is_intact(path)

@@ -46,3 +46,11 @@ def test_not_finite_is_null_so_every_line_is_json(tmp_path):
 
 def test_every_metric_has_a_unit_and_a_meaning():
     assert all(unit and len(meaning) > 10 for unit, meaning in METRICS.values())
+
+
+def test_a_damaged_line_in_the_middle_is_named_not_dropped(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\ngarbage\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"m\.jsonl:2"):
+        MetricsFile(path, resume_step=3)
+    assert "step" in path.read_text().splitlines()[2]
