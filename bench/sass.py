@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -216,11 +217,12 @@ def overlapped(function: Function, loop: Loop) -> list[bool]:
     return walks[1]
 
 
-class _Flight:
-    """What is in flight; `step` passes one instruction and says whether something was in flight when it issued."""
+class _Flight(ABC):
+    """What is in flight as the instructions pass."""
 
+    @abstractmethod
     def step(self, x: Instruction) -> bool:
-        raise NotImplementedError
+        """Pass one instruction; whether something was in flight when it issued."""
 
 
 class _Groups(_Flight):
