@@ -82,3 +82,18 @@ def test_a_document_longer_than_the_positions_is_refused(small):
     small.check_lengths(64)
     with pytest.raises(ValueError, match=r"65 tokens.*max_positions=64.*max_positions=65"):
         small.check_lengths(65)
+
+
+PUBLISHED = {  # rotary base, epsilon of the norms, tied embeddings
+    "gpt2": (None, 1e-5, True),
+    "llama3_8b": (500000.0, 1e-5, False),
+    "llama32_1b": (500000.0, 1e-5, True),
+    "qwen3_0_6b": (1000000.0, 1e-6, True),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_preset_keeps_the_published_constants(name, load_preset):
+    """A wrong rotary base or epsilon trains well and goes unnoticed."""
+    config = load_preset(name)
+    assert (config.rope_theta, config.norm_eps, config.tied_embeddings) == PUBLISHED[name]
