@@ -252,6 +252,7 @@ def _reach(causal: bool, window: int | tuple[int, int] | None) -> tuple[int, int
             raise ValueError(f"window {window} has a side below -1; use -1 for an unbounded side")
         left, right = (UNBOUNDED if side == -1 else side for side in window)
     elif window is not None:
+        window = operator.index(window)  # 2.5 is refused, not cut to 2
         if window < 1:
             raise ValueError(f"window {window} hides a query's own position; use at least 1, or None for no window")
         left = right = window - 1

@@ -306,3 +306,5 @@ def test_bad_sinks_and_fractional_boundaries_are_refused() -> None:
         attention(q, q, q, IntervalMask.from_cu_seqlens([0, 4]), sink=torch.tensor([0.0, float("inf")]))
     with pytest.raises(TypeError):
         IntervalMask.from_documents([0], [1.9], 4)
+    with pytest.raises(TypeError):
+        IntervalMask.from_cu_seqlens([0, 4], window=2.5)
