@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.combine import merge_into
 from kernels.mask import IntervalMask
 from kernels.rounds import Rounds, Stats
 
@@ -76,11 +75,16 @@ class ReferenceRounds(Rounds):
             for x, dead in ((q[:n], blind), (k[:m], unseen), (v[:m], unseen))
         )
         scores, _ = _scores(q, k, hidden, scale, softcap)
-        part_lse = scores.logsumexp(-1)
-        prob = scores.softmax(-1)
-        part = (prob if blind is None else prob.masked_fill_(hidden, 0)).flatten(1, 2) @ v
-        part = part.view(out.shape[1], n, -1).transpose(0, 1)
-        merge_into(out[:n], lse[:, :n], part, part_lse.view(-1, n))
+        scores = scores.view(-1, n, m)
+        before, running = lse[:, :n, None], out[:n].transpose(0, 1)
+        top = torch.maximum(scores.amax(-1, keepdim=True), before)
+        base = torch.where(top == -float("inf"), 0, top)
+        prob, weight = scores.sub_(base).exp_(), (before - base).exp_()
+        total = prob.sum(-1, keepdim=True).add_(weight)
+        acc = torch.where(weight == 0, 0, running * weight)  # what was there may be NaN
+        acc += (prob.view(k.shape[0], -1, m) @ v).view_as(acc)
+        running.copy_(acc.div_(torch.where(total == 0, 1, total)))
+        before.copy_(base.add_(total.log_()))
 
     def _backward(
         self,

@@ -88,7 +88,9 @@ class Rounds(ABC):
         k, v = groups.take(k), groups.take(v)
         check_inputs(q, k, v, (mask,), scale, softcap)
         _check_buffers(q.dtype, out=(out, (*q.shape[:2], v.shape[2])), lse=(lse, (q.shape[1], q.shape[0])))
-        if mask.Tq:
+        if not mask.Tk:
+            out[: mask.Tq].masked_fill_((lse[:, : mask.Tq] == -float("inf")).T[..., None], 0)
+        elif mask.Tq:
             with torch.autocast(q.device.type, enabled=False):
                 self._forward(q, k, v, mask, out, lse, scale, softcap)
 
@@ -139,7 +141,10 @@ class Rounds(ABC):
         lse: Float[Tensor, "H Tq"],
         dlse: Float[Tensor, "H Tq"] | None = None,
     ) -> Stats:
-        """What `backward` needs of the final merged out and lse and their gradients, for all rounds of a layer."""
+        """What `backward` needs of the final merged out and lse and their gradients, for all rounds of a layer.
+
+        out and lse may be kept, not copied: write to neither before the last `backward`.
+        """
         return self._stats(out, dout, lse, dlse)
 
     @torch.no_grad()
@@ -185,7 +190,7 @@ class Rounds(ABC):
         scale: float,
         softcap: float | None,
     ) -> None:
-        """`forward` with equal groups of heads and at least one query."""
+        """`forward` with equal groups of heads, at least one query and one key."""
 
     @abstractmethod
     def _backward(
