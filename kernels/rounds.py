@@ -173,10 +173,10 @@ class Rounds(ABC):
         """rowsum(dout * out) - dlse in fp32 (fp64 for fp64), 0 where lse is -inf; contiguous, to be sent."""
         return self.stats(out, dout, lse, dlse).delta.contiguous()
 
-    def rows(self, stats: Stats, rows: slice | Tensor) -> Stats:
-        """The stats of a choice of queries, in the order of an index tensor."""
-        delta, lse = (_adjacent(x[:, rows]) for x in (stats.delta, stats.lse))
-        return Stats(delta, lse, None if stats.out is None else stats.out[rows])
+    def part(self, stats: Stats, rows: slice | Tensor, heads: slice = slice(None)) -> Stats:
+        """The stats of a choice of queries, in the order of an index tensor, and of consecutive query heads."""
+        delta, lse = (_adjacent(x[heads][:, rows]) for x in (stats.delta, stats.lse))
+        return Stats(delta, lse, None if stats.out is None else stats.out[rows, heads])
 
     @abstractmethod
     def _forward(

@@ -198,7 +198,7 @@ def test_rows_of_stats(backend: str, dlse: bool) -> None:
                 part = IntervalMask.from_rows(mask.k_start[r], mask.k_end[r], mask.Tk)
                 gq = torch.zeros_like(dq[r])
                 rounds.backward(
-                    case.q[r], case.k, case.v, case.dout[r], rounds.rows(stats, r), part, gq, dk, dv, case.scale
+                    case.q[r], case.k, case.v, case.dout[r], rounds.part(stats, r), part, gq, dk, dv, case.scale
                 )
                 dq[r] = gq
             assert_near(want | {"dq": dq, "dk": dk, "dv": dv}, want, case.q.dtype)
@@ -222,7 +222,7 @@ def test_empty_sides(backend: str) -> None:
     rounds.backward(q, k[:0], k[:0], k, stats, no_keys, grads[0], grads[1][:0], grads[2][:0], 1.0)
     no_queries = IntervalMask.from_cu_seqlens([0, 0], [0, 5], causal=False)
     rounds.forward(q[:0], k, k, no_queries, out[:0], lse[:, :0], 1.0)
-    none = rounds.rows(stats, slice(0, 0))
+    none = rounds.part(stats, slice(0, 0))
     rounds.backward(q[:0], k, k, k[:0], none, no_queries, grads[0][:0], grads[1], grads[2], 1.0)
     assert all(bool((x == 1).all()) for x in grads)
 
@@ -276,7 +276,7 @@ def test_refusals(backend: str) -> None:
     with pytest.raises(ValueError, match=r"dv must be .* not \(4, 2, 8\) torch\.float64"):
         rounds.backward(x, x, x, x, stats, mask, *grads[:2], grads[2].double(), 1.0)
     with pytest.raises(ValueError, match=r"stats are of \[H, Tq\] = \(2, 3\); cut both"):
-        rounds.backward(x, x, x, x, rounds.rows(stats, slice(3)), mask, *grads, 1.0)
+        rounds.backward(x, x, x, x, rounds.part(stats, slice(3)), mask, *grads, 1.0)
     with pytest.raises(ValueError, match="use one of"):
         choose_rounds("cuda", x)
     assert type(choose_rounds("auto", x)) is type(choose_backend("auto", x).rounds())
