@@ -6,6 +6,7 @@ over both levels.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from parallel.exchange.all_to_all import HeadGroup
@@ -35,13 +36,10 @@ class Composer:
 
     axes: dict[str, Any]
     placement: Placement
-    dealt: Dealt
+    scene: Scene
+    dealt: tuple[Dealt, ...]  # of each batch group
     exchange: Exchange | None
     double: bool
-
-    @property
-    def scene(self) -> Scene:
-        return self.dealt.scene
 
     def plan(self, ranks: Iterable[int] | None) -> Plan:
         """Write the programs of `ranks`, or of all. ValueError for a rank outside the cp group."""
@@ -59,13 +57,15 @@ class Composer:
         )
 
     def _lane(self, rank: int, group: HeadGroup | None) -> Lane:
-        mesh = self.placement.mesh
+        placement, n = self.placement, self.placement.group_units
+        unit = rank // placement.split
+        dealt, first, me = self.dealt[unit // n], unit // n * n, unit % n
         if group is None:
-            lap = mesh.cp_inner if self.double and mesh.cp_inner > 1 and mesh.cp_outer > 1 else mesh.cp
-            heads = (0, self.scene.shape.H)
-            return Lane(self.dealt, tuple(range(mesh.cp)), rank, lap, "cp", heads, FLAT)
-        ranks = tuple(unit * self.placement.split + group.me for unit in range(len(self.placement.units)))
-        return Lane(self.dealt, ranks, group.unit_index, len(ranks), "cp_outer", group.heads[group.me], HEADED)
+            lap = gcd(placement.mesh.cp_inner, n) if self.double else n
+            ranks = tuple(range(first, first + n))
+            return Lane(dealt, ranks, me, n if lap == 1 else lap, "cp", (0, self.scene.shape.H), FLAT)
+        ranks = tuple(other * placement.split + group.me for other in range(first, first + n))
+        return Lane(dealt, ranks, me, n, "cp_outer", group.heads[group.me], HEADED)
 
     def _group(self, rank: int) -> HeadGroup | None:
         return HeadGroup(self.scene, self.placement, rank) if self.placement.split > 1 else None
@@ -140,5 +140,6 @@ def build_plan(
 ) -> Plan:
     """The programs of `ranks` (None: all) under `exchange` across, and heads exchanged inside where units are split."""
     scene = Scene(Visibility(placement.layout, mask), shape, axes.get("head_slices"))
-    dealt = Dealt(scene, placement.units)  # where units are not split, they are the ranks' own sets
-    return Composer(axes, placement, dealt, exchange, axes.get("inner_exchange") == "ring").plan(ranks)
+    n = placement.group_units
+    dealt = tuple(Dealt(scene, placement.units[i : i + n]) for i in range(0, len(placement.units), n))
+    return Composer(axes, placement, scene, dealt, exchange, axes.get("inner_exchange") == "ring").plan(ranks)

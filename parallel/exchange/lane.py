@@ -73,6 +73,7 @@ class Lane:
         lap_size: members per inner lap where the lane is a double ring; otherwise all of them.
         comm: the communicator of the lane.
         heads: the query heads that the lane works on; its keys are those that these heads need.
+        compact: gather only keys that some other member needs.
         names: buffers that hold q, kv, acc, grad_out, stats, grad_q and grad_kv of the member's own tokens.
     """
 
@@ -83,6 +84,7 @@ class Lane:
     comm: str
     heads: Heads
     names: dict[str, str]
+    compact: bool = False
 
     @property
     def scene(self) -> Scene:

@@ -82,6 +82,7 @@ def plan_to_json(plan: Plan) -> str:
             "mesh": asdict(placement.mesh),
             "units": [table.number(unit) for unit in placement.units],
             "split": placement.split,
+            "groups": placement.groups,
             "shape": asdict(plan.shape),
             "mask": asdict(plan.mask),
             "sends_only_needed": plan.sends_only_needed,
@@ -135,7 +136,7 @@ def _read(raw: dict[str, Any]) -> Plan:
     units = tuple(sets[number] for number in raw["units"])
     return Plan(
         raw["axes"],
-        Placement(layout, MeshSpec(**raw["mesh"]), units, raw["split"]),
+        Placement(layout, MeshSpec(**raw["mesh"]), units, raw["split"], raw["groups"]),
         AttentionShape(**raw["shape"]),
         MaskSpec(**raw["mask"]),
         tuple(program(one) for one in raw["forward"]),
