@@ -54,9 +54,8 @@ class HeadGroup:
         for kind, source in kinds.items():
             own = self.heads_of(kind, self.me)
             name = f"{source}.heads"
-            made[kind] = w.buffer(
-                name, kind, self.unit, own, role="saved" if saved else "temporary", capacity=self.room
-            )  # pyright: ignore[reportArgumentType]
+            role = "saved" if saved else "temporary"
+            made[kind] = w.buffer(name, kind, self.unit, own, False, role, self.room)  # pyright: ignore[reportArgumentType]
             for i in self.others:
                 sends.append(self._message(i, kind, source, self.mine, self.heads_of(kind, i)))
                 recvs.append(self._message(i, kind, name, self.tokens[i], own))
