@@ -109,9 +109,10 @@ def attention_forward(Q, K, V, K_TILES, V_TILES, OUT, LSE, SINK, K_START, K_END,
     OUT += h.to(tl.int64) * stride_oh
     if ADD or SINK is not None:
         if ADD:
-            other = tl.load(LSE, mask=live, other=-float("inf")) * LOG2E
+            before = tl.load(LSE, mask=live, other=-float("inf"))
         else:
-            other = tl.zeros([BLOCK_M], tl.float32) + tl.load(SINK + h).to(tl.float32) * LOG2E
+            before = tl.zeros([BLOCK_M], tl.float32) + tl.load(SINK + h).to(tl.float32)
+        other = before * LOG2E
         top = tl.maximum(m_i, other)
         base = tl.where(top == -float("inf"), 0.0, top)
         mine = tl.math.exp2(m_i - base)
@@ -120,7 +121,8 @@ def attention_forward(Q, K, V, K_TILES, V_TILES, OUT, LSE, SINK, K_START, K_END,
         some = tl.where(total > 0, total, 1.0)
         inverse = 1.0 / some
         out = acc * (mine * inverse)[:, None]
-        lse = tl.where(total > 0, (base + tl.math.log2(some)) * LN2, -float("inf"))
+        lse = (base + tl.math.log2(some)) * LN2
+        lse = tl.where(l_i == 0.0, before, lse)  # to the bit, in rows without keys here
         if ADD:
             there = load_rows(OUT, first, stride_ot, live, True, DV, BLOCK_M, BLOCK_DV, WIDE)
             weight = (theirs * inverse)[:, None]

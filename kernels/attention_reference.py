@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.mask import IntervalMask
+from kernels.rounds import Rounds, Stats
 
 
 def dense_mask(masks: Sequence[IntervalMask], Tq: int, Tk: int) -> Tensor:
@@ -51,3 +52,95 @@ def attention_reference(
     out = torch.where(sees[:, None, None], out, 0)
     covered = torch.arange(q.shape[0], device=q.device) < max(mask.Tq for mask in masks)
     return out.to(q.dtype), torch.where(normal & covered, scores.logsumexp(-1), -float("inf"))
+
+
+class ReferenceRounds(Rounds):
+    """Rounds on dense scores, gradients written out; few operations, for many small cases."""
+
+    def _forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: IntervalMask,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        n, m = mask.Tq, mask.Tk
+        hidden, blind, unseen = _hidden(mask)
+        q, k, v = (
+            _by_key_head(x, k.shape[1], lse.dtype, dead)
+            for x, dead in ((q[:n], blind), (k[:m], unseen), (v[:m], unseen))
+        )
+        scores, _ = _scores(q, k, hidden, scale, softcap)
+        scores = scores.view(-1, n, m)
+        before, running = lse[:, :n, None], out[:n].transpose(0, 1)
+        top = torch.maximum(scores.amax(-1, keepdim=True), before)
+        base = torch.where(top == -float("inf"), 0, top)
+        prob, weight = scores.sub_(base).exp_(), (before - base).exp_()
+        total = prob.sum(-1, keepdim=True).add_(weight)
+        acc = torch.where(weight == 0, 0, running * weight)  # what was there may be NaN
+        acc += (prob.view(k.shape[0], -1, m) @ v).view_as(acc)
+        running.copy_(acc.div_(torch.where(total == 0, 1, total)))
+        before.copy_(base.add_(total.log_()))
+
+    def _backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        stats: Stats,
+        mask: IntervalMask,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        n, m, heads = mask.Tq, mask.Tk, k.shape[1]
+        hidden, blind, unseen = _hidden(mask)
+        q, dout = (_by_key_head(x, heads, dq.dtype, blind) for x in (q[:n], dout[:n]))
+        k, v = (_by_key_head(x, heads, dq.dtype, unseen) for x in (k[:m], v[:m]))
+        scores, slope = _scores(q, k, hidden, scale, softcap)
+        lse, delta = (x[:, :n].reshape(heads, -1, n, 1) for x in (stats.lse, stats.delta))
+        prob = (scores - lse).exp_().masked_fill_(hidden, 0)
+        ds = (dout @ v.transpose(1, 2)).view_as(prob).sub_(delta).mul_(prob)
+        if slope is not None:
+            ds *= slope
+        if blind is not None:
+            ds.masked_fill_(hidden, 0)
+        prob, ds = prob.flatten(1, 2), ds.flatten(1, 2)
+        dq[:n].add_((ds @ k).view(dq.shape[1], n, -1).transpose(0, 1), alpha=scale)
+        dk[:m].add_((ds.transpose(1, 2) @ q).transpose(0, 1), alpha=scale)
+        dv[:m].add_((prob.transpose(1, 2) @ dout).transpose(0, 1))
+
+
+def _hidden(mask: IntervalMask) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Pairs [Tq, Tk] that the mask hides; queries and keys without any pair, None if there are none. Kept on it."""
+    if "hidden" not in mask.cache:
+        hidden = ~dense_mask([mask], mask.Tq, mask.Tk)
+        gaps = mask.has_gaps()
+        mask.cache["hidden"] = hidden, hidden.all(1) if gaps else None, hidden.all(0) if gaps else None
+    return mask.cache["hidden"]
+
+
+def _by_key_head(x: Tensor, heads: int, dtype: torch.dtype, dead: Tensor | None) -> Tensor:
+    """[T, H, D] as [Hkv, G * T, D] in the precision of the arithmetic, 0 in the rows `dead` [T], which may hold NaN."""
+    x = x.to(dtype)
+    if dead is not None:
+        x = torch.where(dead[:, None, None], 0, x)
+    return x.transpose(0, 1).reshape(heads, -1, x.shape[2])
+
+
+def _scores(q: Tensor, k: Tensor, hidden: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Logits [Hkv, G, Tq, Tk], -inf where hidden, and with a soft cap their derivative by the uncapped logit."""
+    scores = (q @ k.transpose(1, 2)).mul_(scale).view(k.shape[0], q.shape[1] // hidden.shape[0], *hidden.shape)
+    slope = None
+    if softcap is not None:
+        bend = scores.div_(softcap).tanh_()
+        slope = 1 - bend * bend
+        scores = bend * softcap
+    return scores.masked_fill_(hidden, -float("inf")), slope

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.checks import first_order
+from kernels.combine import merge_into, sink_gradient
 from kernels.dense import CappedDense, Dense, FlashDense
 from kernels.mask import IntervalMask
+from kernels.rounds import Rounds, Stats, row_delta
 from kernels.staircase import Batch, Slice, StaircasePlan, plan_staircase
 
 
@@ -29,9 +31,8 @@ def attention_torch(
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(out [Tq, H, Dv], lse [H, Tq]) of `kernels.api.attention`, in fp64 for fp64 inputs and in fp32 otherwise."""
-    dense = FlashDense(scale) if softcap is None else CappedDense(scale, softcap)
     covered = max(mask.Tq for mask in masks)
-    out, lse = _StaircaseAttention.apply(q, k, v, sink, plan_staircase(masks), dense, covered)
+    out, lse = _StaircaseAttention.apply(q, k, v, sink, plan_staircase(masks), choose_dense(scale, softcap), covered)
     return out, lse
 
 
@@ -40,19 +41,20 @@ class _StaircaseAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: StaircasePlan, dense: Dense, covered: int
     ) -> tuple[Tensor, Tensor]:
-        width = max(q.shape[-1], v.shape[-1])
-        out, lse = run_forward(plan, dense, _widen(q, width), _widen(k, width), _widen(v, width))
-        if out.shape[-1] != v.shape[-1]:
-            out = out[..., : v.shape[-1]].contiguous()
-        if sink is not None:
-            whole = lse.clone()
-            whole[:covered] = torch.logaddexp(lse[:covered], sink.to(lse.dtype).expand(covered, -1))
-            out.mul_((lse - whole.masked_fill(whole == -float("inf"), 0)).exp_()[..., None])
-            lse = whole
+        T, H, Dv = *q.shape[:2], v.shape[2]
+        if sink is None and len(plan.slices) == 1 and not plan.batches and plan.slices[0].q1 - plan.slices[0].q0 == T:
+            out, log = _forward_slice(dense, plan.slices[0], *_widened(q, k, v))
+            out, lse = out[..., :Dv].contiguous(), log.T.contiguous()
+        else:
+            out = q.new_zeros(T, H, Dv, dtype=_high(q))
+            lse = q.new_full((H, T), -float("inf"), dtype=_high(q))
+            if sink is not None:
+                lse[:, :covered] = sink[:, None]  # a partial result of the sink alone
+            forward_parts(plan, dense, q, k, v, out, lse, sink is None)
         ctx.plan, ctx.dense, ctx.covered = plan, dense, covered
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, sink, out, lse)
-        return out.to(q.dtype), lse.T.contiguous()
+        return out.to(q.dtype), lse
 
     @staticmethod
     @first_order
@@ -63,73 +65,106 @@ class _StaircaseAttention(torch.autograd.Function):
         q, k, v, sink, out, lse = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * 7
-        dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
-        dlse = None if dlse is None else dlse.to(out.dtype).T
-        D, Dv = q.shape[-1], v.shape[-1]
-        width = max(D, Dv)
-        if dlse is not None and width == Dv:
-            width += 8 - Dv % 8  # room for the column that carries dlse
-        wide_out, wide_dout = _widen(out, width), _widen(dout, width)
-        if dlse is not None:
-            wide_out, wide_dout = _carry_dlse(wide_out, wide_dout, dlse, Dv)
-        wide_q, wide_k, wide_v = _widen(q, width), _widen(k, width), _widen(v, width)
-        dq, dk, dv = run_backward(ctx.plan, ctx.dense, wide_q, wide_k, wide_v, wide_out, lse, wide_dout)
-        dsink = None if sink is None else _sink_gradient(sink, out, lse, dout, dlse, ctx.covered)
-        return (
-            dq[..., :D].to(q.dtype).contiguous(),
-            dk[..., :D].to(k.dtype).contiguous(),
-            dv[..., :Dv].to(v.dtype).contiguous(),
-            dsink, None, None, None,
-        )  # fmt: skip
+        dout = torch.zeros_like(out) if dout is None else dout
+        delta = None if dlse is None and sink is None else row_delta(out, dout, lse, dlse)
+        dq, dk, dv = (x.new_zeros(x.shape, dtype=_high(x)) for x in (q, k, v))
+        merged = out if dlse is None else None
+        backward_parts(ctx.plan, ctx.dense, q, k, v, dout, merged, delta, lse, dq, dk, dv, True)
+        dsink = None
+        if sink is not None and delta is not None:
+            dsink = sink_gradient(sink, lse[:, : ctx.covered], delta[:, : ctx.covered])
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None
 
 
-def _widen(x: Tensor, width: int) -> Tensor:
-    """x in compute precision, zero-padded to `width` columns, with adjacent columns; x itself where that holds."""
-    x = x if x.dtype == torch.float64 else x.float()
-    if x.shape[-1] < width:
-        return F.pad(x, (0, width - x.shape[-1]))
-    return x if x.stride(-1) == 1 else x.contiguous()
+class TorchRounds(Rounds):
+    """Rounds on the parts of the staircase; stats keep out, which the flash operator takes instead of delta."""
+
+    def _forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: IntervalMask,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        unseen = lse[:, : mask.Tq] == -float("inf")
+        fresh = bool(unseen.all())
+        if fresh:
+            out[: mask.Tq] = 0
+        elif bool(unseen.any()):
+            out[: mask.Tq].masked_fill_(unseen.T[..., None], 0)
+        forward_parts(plan_staircase((mask,)), choose_dense(scale, softcap), q, k, v, out, lse, fresh)
+
+    def _backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        stats: Stats,
+        mask: IntervalMask,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        plan, dense = plan_staircase((mask,)), choose_dense(scale, softcap)
+        backward_parts(plan, dense, q, k, v, dout, stats.out, stats.delta, stats.lse, dq, dk, dv, False)
+
+    def _stats(self, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> Stats:
+        return Stats(row_delta(out, dout, lse, dlse), lse, out if dlse is None else None)
 
 
-def _carry_dlse(out: Tensor, dout: Tensor, dlse: Tensor, column: int) -> tuple[Tensor, Tensor]:
-    """Write dlse [T, H] into a spare column, whose v is 0, such that rowsum(dout * out) becomes delta = ... - dlse."""
-    out[..., column] = -dlse
-    dout[..., column] = 1
-    return out, dout
+def choose_dense(scale: float, softcap: float | None) -> Dense:
+    """How a part is computed."""
+    return FlashDense(scale) if softcap is None else CappedDense(scale, softcap)
 
 
-def _sink_gradient(sink: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, covered: int) -> Tensor:
-    """d sink[h] = sum_i p_sink[i] (dlse[i] - rowsum(dout * out)[i]) over the rows that the mask covers."""
-    out, lse, dout = out[:covered], lse[:covered], dout[:covered]
-    chance = (sink.to(lse.dtype) - lse.masked_fill(lse == -float("inf"), 0)).exp_()
-    change = -torch.where(out == 0, 0, dout * out).sum(-1)  # rows without keys have out 0 and perhaps a NaN in dout
-    if dlse is not None:
-        change = change + dlse[:covered]
-    return torch.where(chance == 0, 0, chance * change).sum(0).to(sink.dtype)
+def _high(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def run_forward(plan: StaircasePlan, dense: Dense, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out [Tq, H, D] and lse [Tq, H] of a plan; q, k, v of one width in fp32 or fp64."""
-    if len(plan.slices) == 1 and not plan.batches and plan.slices[0].q1 - plan.slices[0].q0 == q.shape[0]:
-        return _forward_slice(dense, plan.slices[0], q, k, v)
-    out = q.new_zeros(q.shape)
-    lse = q.new_full(q.shape[:2], -float("inf"))
+def _widened(*tensors: Tensor, width: int = 0) -> list[Tensor]:
+    """Tensors in compute precision, zero-padded to one width, with adjacent columns; as they are where that holds."""
+    width = max(width, *(x.shape[-1] for x in tensors))
+    wide = []
+    for x in tensors:
+        x = x.to(_high(x))
+        if x.shape[-1] < width:
+            x = F.pad(x, (0, width - x.shape[-1]))
+        wide.append(x if x.stride(-1) == 1 else x.contiguous())
+    return wide
+
+
+def forward_parts(
+    plan: StaircasePlan, dense: Dense, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, fresh: bool
+) -> None:
+    """Merge the parts of a plan into out [Tq, H, Dv] and lse [H, Tq], which hold numbers in fp32 or fp64.
+
+    `fresh`: they hold 0 and -inf, so that results are stored rather than merged where the plan allows it.
+    """
+    Dv, log = v.shape[2], lse.T
+    q, k, v = _widened(q, k, v)
     for part in plan.slices:
-        o, log = _forward_slice(dense, part, q, k, v)
+        o, part_log = _forward_slice(dense, part, q, k, v)
         rows = slice(part.q0, part.q1)
-        if part.fresh_q:
-            out[rows], lse[rows] = o, log
+        if fresh and part.fresh_q:
+            out[rows], log[rows] = o[..., :Dv], part_log
         else:
-            _merge_into(out[rows], lse[rows], o, log)
+            merge_into(out[rows], lse[:, rows], o[..., :Dv], part_log.T)
     for batch in plan.batches:
-        o, log = _forward_batch(dense, batch, q, k, v)
-        if not batch.fresh_q:
-            old_out, old_lse = out.index_select(0, batch.q_rows), lse.index_select(0, batch.q_rows)
-            _merge_into(old_out, old_lse, o, log)
-            o, log = old_out, old_lse
+        o, part_log = _forward_batch(dense, batch, q, k, v)
+        o = o[..., :Dv]
+        if not (fresh and batch.fresh_q):
+            old, old_log = out.index_select(0, batch.q_rows), log.index_select(0, batch.q_rows)
+            merge_into(old, old_log.T, o, part_log.T)
+            o, part_log = old, old_log
         out.index_copy_(0, batch.q_rows, o)
-        lse.index_copy_(0, batch.q_rows, log)
-    return out, lse
+        log.index_copy_(0, batch.q_rows, part_log)
 
 
 def _forward_slice(dense: Dense, part: Slice, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,36 +193,58 @@ def _forward_batch(dense: Dense, batch: Batch, q: Tensor, k: Tensor, v: Tensor) 
     return o, log
 
 
-def _merge_into(out: Tensor, lse: Tensor, o: Tensor, log: Tensor) -> None:
-    """Merge a partial (o, log) into the running (out, lse), in place. lse [n, H]."""
-    whole = torch.logaddexp(lse, log)
-    base = whole.masked_fill(whole == -float("inf"), 0)
-    out.mul_((lse - base).exp_()[..., None]).addcmul_(o, (log - base).exp_()[..., None])
-    lse.copy_(whole)
+def backward_parts(
+    plan: StaircasePlan,
+    dense: Dense,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    out: Tensor | None,
+    delta: Tensor | None,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    fresh: bool,
+) -> None:
+    """Add the parts' gradients to dq, dk, dv (fp32 or fp64), given the merged lse [H, Tq] and either out or delta.
 
-
-def run_backward(
-    plan: StaircasePlan, dense: Dense, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of a plan, given the merged out [Tq, H, D] and lse [Tq, H]."""
-    dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    `fresh`: they hold 0, so that results are stored rather than added where the plan allows it.
+    """
+    lse, Dv = lse.T, v.shape[2]
+    if out is None:
+        assert delta is not None
+        width = max(q.shape[2], Dv + 8 - Dv % 8 if q.shape[2] <= Dv else 0)
+        out, dout = _carry_delta(delta, dout, width)
+    out, dout, q, k, v = _widened(out, dout, q, k, v)
     for part in plan.slices:
-        gq, gk, gv = _backward_slice(dense, part, q, k, v, out, lse, dout)
-        for grad, g, first, stop, fresh in (
-            (dq, gq, part.q0, part.q1, part.fresh_q),
-            (dk, gk, part.k0, part.k1, part.fresh_k),
-            (dv, gv, part.k0, part.k1, part.fresh_k),
+        grads = _backward_slice(dense, part, q, k, v, out, lse, dout)
+        for grad, g, first, stop, store in (
+            (dq, grads[0], part.q0, part.q1, part.fresh_q),
+            (dk, grads[1], part.k0, part.k1, part.fresh_k),
+            (dv, grads[2], part.k0, part.k1, part.fresh_k),
         ):
-            if fresh:
+            g = g[..., : grad.shape[2]]
+            if fresh and store:
                 grad[first:stop] = g
             else:
                 grad[first:stop] += g
     for batch in plan.batches:
         gq, gk, gv = _backward_batch(dense, batch, q, k, v, out, lse, dout)
-        _scatter(dq, gq, batch.q_slot, batch.q_rows, batch.fresh_q, True)
-        _scatter(dk, gk, batch.k_slot, batch.k_rows, batch.fresh_k, batch.distinct_k)
-        _scatter(dv, gv, batch.k_slot, batch.k_rows, batch.fresh_k, batch.distinct_k)
-    return dq, dk, dv
+        store_q, store_k = fresh and batch.fresh_q, fresh and batch.fresh_k
+        _scatter(dq, gq, batch.q_slot, batch.q_rows, store_q, True)
+        _scatter(dk, gk, batch.k_slot, batch.k_rows, store_k, batch.distinct_k)
+        _scatter(dv, gv, batch.k_slot, batch.k_rows, store_k, batch.distinct_k)
+
+
+def _carry_delta(delta: Tensor, dout: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """(stand-in for out, wider dout) with rowsum(dout * out) = delta [H, T], in a spare column, whose v is 0."""
+    Dv, dout = dout.shape[2], F.pad(dout.to(delta.dtype), (0, width - dout.shape[2]))
+    dout[..., Dv] = 1
+    out = torch.zeros_like(dout)
+    out[..., Dv] = delta.T
+    return out, dout
 
 
 def _backward_slice(
@@ -212,8 +269,8 @@ def _backward_batch(
 
 
 def _scatter(grad: Tensor, g: Tensor, slot: Tensor, rows: Tensor, fresh: bool, distinct: bool) -> None:
-    """Store or add the entries `slot` of g to the rows of grad, in a fixed order."""
-    g = g.index_select(0, slot)
+    """Store or add the entries `slot` of g, cut to grad's width, to the rows of grad, in a fixed order."""
+    g = g[..., : grad.shape[2]].index_select(0, slot)
     if not distinct:
         grad.index_put_((rows,), g, accumulate=True)
     elif fresh:

@@ -19,7 +19,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.attention_bwd import attention_delta, attention_dkdv, attention_dq
 from kernels.attention_fwd import attention_forward
 from kernels.checks import first_order
+from kernels.combine import sink_gradient
 from kernels.mask import INT32_MAX, IntervalMask
+from kernels.rounds import Rounds, Stats
 from kernels.runtime import interpreted, on_device_of, target_name
 from kernels.tiling import Kernel, Tile, choose_tile, late_sum, padded_width, tile_order, use_descriptors
 
@@ -94,7 +96,8 @@ class _TritonAttention(torch.autograd.Function):
         for mask in ctx.masks:
             backward_into(q, k, v, dout, delta, lse2, mask, dq, dk, dv, ctx.scale, ctx.softcap, add=not one)
         dq, dk, dv = (None if grad is None else grad.to(q.dtype) for grad in (dq, dk, dv))
-        return dq, dk, dv, _sink_gradient(sink, lse, delta, ctx.covered), None, None, None
+        dsink = None if sink is None else sink_gradient(sink, lse[:, : ctx.covered], delta[:, : ctx.covered])
+        return dq, dk, dv, dsink, None, None, None
 
 
 def forward_into(
@@ -199,6 +202,52 @@ def backward_into(
             )  # fmt: skip
 
 
+class TritonRounds(Rounds):
+    """Rounds on the Triton kernels; stats hold lse2 of `delta_of`."""
+
+    def _forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: IntervalMask,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        q, k, v = (_adjacent(x) for x in (q, k, v))
+        forward_into(q, k, v, mask, out, lse, scale, softcap, add=True)
+
+    def _backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        stats: Stats,
+        mask: IntervalMask,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        q, k, v, dout = (_adjacent(x) for x in (q, k, v, dout))
+        backward_into(q, k, v, dout, stats.delta, stats.lse, mask, dq, dk, dv, scale, softcap, add=True)
+
+    def _stats(self, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> Stats:
+        T = out.shape[0]
+        delta, lse2 = delta_of(_adjacent(out), _adjacent(dout), _adjacent(lse), dlse, T)
+        return Stats(delta[:, :T], lse2[:, :T])
+
+    def _stats_of(self, delta: Tensor, lse: Tensor) -> Stats:
+        H, T = lse.shape
+        padded = lse.new_empty(2, H, -(-T // 16) * 16)[..., :T]  # as `delta_of`: rows start aligned, strides are equal
+        padded[0], padded[1] = delta, torch.where(lse == -math.inf, math.inf, lse * LOG2E)
+        return Stats(padded[0], padded[1])
+
+
 @dataclass(frozen=True)
 class _Call:
     """What the launches share: the tile, the scales in the form that the kernels take, and the compile-time options."""
@@ -293,12 +342,3 @@ def _adjacent(x: Tensor) -> Tensor:
 def _strides(x: Tensor) -> tuple[int, int]:
     """Elements from one token to the next, and from one head to the next."""
     return x.stride(0), x.stride(1)
-
-
-def _sink_gradient(sink: Tensor | None, lse: Tensor, delta: Tensor, covered: int) -> Tensor | None:
-    """d sink[h] = -sum_i p_sink[h, i] delta[h, i] over the rows that the mask covers."""
-    if sink is None:
-        return None
-    lse = lse[:, :covered]
-    chance = (sink.float()[:, None] - torch.where(lse == -math.inf, 0, lse)).exp_()
-    return torch.where(chance == 0, 0, chance * -delta[:, :covered]).sum(1).to(sink.dtype)

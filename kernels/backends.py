@@ -10,9 +10,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.attention_reference import attention_reference
-from kernels.attention_torch import attention_torch
+from kernels.attention_reference import ReferenceRounds, attention_reference
+from kernels.attention_torch import TorchRounds, attention_torch
 from kernels.mask import IntervalMask
+from kernels.rounds import Rounds
 from kernels.runtime import interpreted, triton_installed
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ class Backend:
     """One implementation of attention(q, k, v, masks, scale, softcap, sink) -> (out, lse) on checked inputs."""
 
     attention: AttentionFunction
+    rounds: Callable[[], Rounds]  # its accumulate form
     device_types: tuple[str, ...] | None  # None: any
     about: str
     refuses: Callable[[Tensor], str | None] = lambda q: None  # why it cannot take such a q, or None
@@ -47,6 +49,12 @@ def _attention_triton(
     return attention_triton(q, k, v, masks, scale, softcap, sink)
 
 
+def _triton_rounds() -> Rounds:
+    from kernels.attention_triton import TritonRounds
+
+    return TritonRounds()
+
+
 def _triton_refuses(q: Tensor) -> str | None:
     if not triton_installed():
         return "needs the triton package, which is not installed"
@@ -60,9 +68,19 @@ def _triton_refuses(q: Tensor) -> str | None:
 
 
 BACKENDS: dict[str, Backend] = {
-    "torch": Backend(attention_torch, ("cpu",), "torch's flash operator on the parts of the mask, O(T) memory"),
-    "triton": Backend(_attention_triton, ("cuda", "cpu"), "Triton kernels that visit only seen tiles", _triton_refuses),
-    "reference": Backend(attention_reference, None, "dense scores and autograd; defines what is correct"),
+    "torch": Backend(
+        attention_torch, TorchRounds, ("cpu",), "torch's flash operator on the parts of the mask, O(T) memory"
+    ),
+    "triton": Backend(
+        _attention_triton,
+        _triton_rounds,
+        ("cuda", "cpu"),
+        "Triton kernels that visit only seen tiles",
+        _triton_refuses,
+    ),
+    "reference": Backend(
+        attention_reference, ReferenceRounds, None, "dense scores and autograd; defines what is correct"
+    ),
 }
 
 

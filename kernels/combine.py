@@ -42,6 +42,59 @@ def merge(
     return out, lse
 
 
+@torch.no_grad()
+def merge_into(
+    out: Float[Tensor, "T H D"],
+    lse: Float[Tensor, "H T"],
+    part: Float[Tensor, "T H D"],
+    part_lse: Float[Tensor, "H T"],
+) -> None:
+    """Merge a partial result of other keys into the running `out` and `lse`, in place, by the rules of `merge`.
+
+    `out` and `lse` are fp32 or fp64; `part` may be narrower. Where all weigh nothing, out becomes 0 and lse -inf. Not
+    differentiable.
+
+    Raises:
+        ValueError: shapes that disagree, or running results in half precision, which would lose digits each time.
+    """
+    _check_running(out, lse, part, part_lse)
+    adjacent = out.is_contiguous() and lse.is_contiguous()
+    if out.device.type == "cuda" and out.dtype == torch.float32 and adjacent and triton_installed():
+        from kernels.combine_triton import merge_into_triton  # a machine without a GPU may lack Triton
+
+        return merge_into_triton(out, lse, part, part_lse)
+    mine, theirs = _live_lse(lse, lse.dtype), _live_lse(part_lse, lse.dtype)
+    base, total = _pool([mine, theirs])
+    part = _weighted(part.to(out.dtype), _share(theirs, base, total))  # first: it may be `out` itself
+    out.copy_(_weighted(out, _share(mine, base, total))).add_(part)
+    lse.copy_(base + total.log())
+
+
+def sink_gradient(
+    sink: Float[Tensor, " H"], lse: Float[Tensor, "H T"], delta: Float[Tensor, "H T"]
+) -> Float[Tensor, " H"]:
+    """d sink[h] = -sum_i p_sink[h, i] delta[h, i], over the rows that the sink is part of.
+
+    lse includes the sink; delta = rowsum(dout * out) - dlse.
+    """
+    chance = (sink.to(lse.dtype)[:, None] - torch.where(lse == -float("inf"), 0, lse)).exp_()
+    return torch.where(chance == 0, 0, chance * -delta).sum(1).to(sink.dtype)
+
+
+def _check_running(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Raise ValueError unless (part, part_lse) fits into the running (out, lse)."""
+    want = (out.shape[1], out.shape[0])
+    if out.shape != part.shape or not lse.shape == part_lse.shape == want:
+        raise ValueError(
+            f"out is {tuple(out.shape)} and the partial {tuple(part.shape)}, with lses {tuple(lse.shape)} and "
+            f"{tuple(part_lse.shape)}; give both as [T, H, D] with lse [H, T] = {want}"
+        )
+    if out.dtype not in (torch.float32, torch.float64) or lse.dtype != out.dtype:
+        raise ValueError(
+            f"a running result must be fp32 or fp64, but out is {out.dtype} and lse {lse.dtype}; cast once, at the end"
+        )
+
+
 def check_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
     """Raise ValueError unless there are n >= 1 outs [T, H, D] of one dtype and n lses [H, T]."""
     if not outs or len(outs) != len(lses):

@@ -126,19 +126,8 @@ def merge_triton(
     return out, lse
 
 
-def merge_into(
-    out: Float[Tensor, "T H D"],
-    lse: Float[Tensor, "H T"],
-    part: Float[Tensor, "T H D"],
-    part_lse: Float[Tensor, "H T"],
-) -> None:
-    """Merge a partial result into the running `out` and `lse` [H, T] (fp32), in place; all contiguous, no gradient.
-
-    Raises:
-        ValueError: an lse that is not fp32, or a buffer that is not contiguous.
-    """
-    if lse.dtype != torch.float32 or not (out.is_contiguous() and lse.is_contiguous()):
-        raise ValueError(f"merging in place needs a contiguous out and an fp32 lse, but lse is {lse.dtype}; copy them")
+def merge_into_triton(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """`kernels.combine.merge_into` of checked results in fp32; out and lse are contiguous."""
     _launch_forward((out, part.contiguous()), (lse, part_lse.float().contiguous()), 1, out, lse, None, None)
 
 

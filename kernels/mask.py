@@ -40,7 +40,7 @@ class IntervalMask:
         q_start: Int32[Tensor, " Tk"],
         q_end: Int32[Tensor, " Tk"],
     ) -> None:
-        self.k_start, self.k_end, self.q_start, self.q_end = k_start, k_end, q_start, q_end
+        self.k_start, self.k_end, self.q_start, self.q_end = (x.contiguous() for x in (k_start, k_end, q_start, q_end))
         self.cache: dict[Any, Any] = {}
         _validate_form(self)
         if self.device.type == "cpu":

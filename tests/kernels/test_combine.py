@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.combine import check_partials, merge
+from kernels.combine import check_partials, merge, merge_into
 
 INF = float("inf")
 
@@ -173,3 +174,40 @@ def test_refusals(outs: list[Tensor], lses: list[Tensor], message: str) -> None:
     """One documented layout, lse [H, T]; others are refused with the shapes."""
     with pytest.raises(ValueError, match=message):
         check_partials(outs, lses)
+
+
+@pytest.mark.parametrize("mark", [INF, -INF])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_in_place_equals_fresh(dtype: torch.dtype, mark: float) -> None:
+    """Rows that weigh nothing may hold NaN on either side; where both do, the result is (0, -inf)."""
+    outs, lses = (x.to(dtype) for x in partials(2, T=5, H=2))
+    outs[0, :2], lses[0, :, :2] = math.nan, -INF
+    outs[1, 1:3], lses[1, :, 1:3] = math.nan, mark
+    want = merge(outs, lses)
+    out, lse = outs[0].clone(), lses[0].clone()
+    merge_into(out, lse, outs[1], lses[1])
+    torch.testing.assert_close((out, lse), want, rtol=1e-6, atol=0)
+    assert out[1].abs().max() == 0
+    merge_into(out, lse, out, lse)  # aliased
+    torch.testing.assert_close((out, lse), (want[0], want[1] + math.log(2)), rtol=1e-6, atol=1e-6)
+
+
+def test_in_place_from_half_precision_into_rows() -> None:
+    """A partial that travelled in bf16, into some rows and heads of a running result."""
+    outs, lses = (x.float() for x in partials(2, T=6, H=3))
+    out, lse = outs[0].clone(), lses[0].clone()
+    merge_into(out[2:5, 1:], lse[1:, 2:5], outs[1, 2:5, 1:].bfloat16(), lses[1, 1:, 2:5])
+    want, want_lse = merge([outs[0], outs[1].bfloat16().float()], list(lses))
+    torch.testing.assert_close((out[2:5, 1:], lse[1:, 2:5]), (want[2:5, 1:], want_lse[1:, 2:5]))
+    assert torch.equal(out[:2], outs[0, :2])
+    assert torch.equal(lse[0], lses[0, 0])
+
+
+def test_in_place_refusals() -> None:
+    """Sums in half precision, and shapes that disagree."""
+    out, lse = torch.zeros(3, 2, 4), torch.zeros(2, 3)
+    merge = inspect.unwrap(merge_into)  # without the checks of the tests
+    with pytest.raises(ValueError, match=r"fp32 or fp64, but out is torch\.float16 and lse torch\.float32"):
+        merge(out.half(), lse, out, lse)
+    with pytest.raises(ValueError, match=r"lses \(2, 3\) and \(3, 2\); give both as"):
+        merge(out, lse, out, lse.T)

@@ -19,7 +19,8 @@ PARTS = {
     "sweep": ["tests/kernels/test_attention.py", "-k", "triton and test_exact"],
     "precision": ["tests/kernels/test_attention.py", "-k", "triton and precision"],
     "layouts": ["tests/kernels/test_attention.py", "-k", "triton and not test_exact and not precision"],
-    "rounds": ["tests/kernels/test_triton_rounds.py"],
+    "accumulating": ["tests/kernels/test_triton_rounds.py"],
+    "rounds": ["tests/kernels/test_rounds.py", "-k", "triton"],
     "merge": ["tests/kernels/test_triton_merge.py"],
 }
 

@@ -14,7 +14,7 @@ from kernels.runtime import interpreted
 if not interpreted():
     pytest.skip("test_triton.py runs this file in a process that interprets kernels", allow_module_level=True)
 
-from kernels.combine_triton import merge_into, merge_triton
+from kernels.combine_triton import merge_into_triton, merge_triton
 
 INF = math.inf
 
@@ -91,19 +91,25 @@ def test_in_place(T: int) -> None:
     outs, lses = partials(2, T)
     fresh = merge_triton(list(outs), list(lses))
     out, lse = outs[0].clone(), lses[0].clone()
-    merge_into(out, lse, outs[1], lses[1])
+    merge_into_triton(out, lse, outs[1], lses[1])
     torch.testing.assert_close((out, lse), fresh, rtol=0, atol=0)
     twice = merge_triton([out, out.clone()], [lse, lse.clone()])
-    merge_into(out, lse, out, lse)
+    merge_into_triton(out, lse, out, lse)
     torch.testing.assert_close((out, lse), twice, rtol=0, atol=0)
-    with pytest.raises(ValueError, match=r"lse is torch\.float64"):
-        merge_into(out, lse.double(), out, lse)
+
+
+def test_in_place_from_half_precision() -> None:
+    """A partial that travelled in bf16, into a running result in fp32."""
+    outs, lses = partials(2)
+    out, lse = outs[0].clone(), lses[0].clone()
+    merge_into_triton(out, lse, outs[1].bfloat16(), lses[1])
+    torch.testing.assert_close((out, lse), merge([outs[0], outs[1].bfloat16().float()], list(lses)))
 
 
 def test_nothing_is_written_outside() -> None:
     """Canaries after buffers whose sizes are no multiples of a tile."""
     buffer, lses = torch.full((17 * 3 * 5 + 40,), 7.0), torch.full((3 * 17 + 40,), 7.0)
     out, lse = buffer[: 17 * 3 * 5].view(17, 3, 5), lses[: 3 * 17].view(3, 17)
-    merge_into(out, lse, out.clone(), lse.clone())
+    merge_into_triton(out, lse, out.clone(), lse.clone())
     assert bool((buffer[17 * 3 * 5 :] == 7).all() and (lses[3 * 17 :] == 7).all())
     torch.testing.assert_close(lse, torch.full((3, 17), 7 + math.log(2)))

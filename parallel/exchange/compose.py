@@ -1,0 +1,133 @@
+"""Puts a plan together: heads exchanged inside a group where the strategy says so, and an exchange of keys across.
+
+The exchange across runs in a lane (`lane.py`) and is written once, whatever is inside. A double ring is one exchange over
+both levels.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from parallel.exchange.all_to_all import HeadGroup
+from parallel.exchange.lane import Exchange, Lane, Scene
+from parallel.plan.ir import AttentionShape, Program
+from parallel.plan.plan import Plan
+from parallel.plan.placement import Placement
+from parallel.plan.visibility import MaskSpec, Visibility
+from parallel.plan.writer import Writer
+
+FLAT = {"q": "q", "kv": "kv", "acc": "acc", "grad_out": "grad_out", "stats": "stats", "grad_q": "grad_q", "grad_kv": "grad_kv"}
+HEADED = {name: f"{name}.heads" for name in FLAT} | {"acc": "acc", "stats": "stats"}
+BEFORE, AFTER = -1, -2  # numbers of the batches around the exchange, on a communicator of their own
+
+
+@dataclass(frozen=True)
+class Composer:
+    """What the ranks' programs have in common. `exchange` is None where a sequence stays on one rank or group."""
+
+    axes: dict[str, Any]
+    placement: Placement
+    scene: Scene
+    exchange: Exchange | None
+    double: bool
+
+    def plan(self, ranks: Iterable[int] | None) -> Plan:
+        """Write the programs of `ranks`, or of all. ValueError for a rank outside the cp group."""
+        size = self.placement.mesh.cp
+        wanted = list(range(size)) if ranks is None else sorted(set(ranks))
+        if wanted and not 0 <= wanted[0] <= wanted[-1] < size:
+            raise ValueError(f"ranks {wanted} are not all among the {size} ranks that share the sequence")
+        forward: list[Program | None] = [None] * size
+        backward: list[Program | None] = [None] * size
+        for rank in wanted:
+            forward[rank], backward[rank] = self._forward(rank), self._backward(rank)
+        claims = self.exchange is not None and self.exchange.sends_only_needed
+        return Plan(
+            self.axes, self.placement, self.scene.shape, self.scene.sight.mask, tuple(forward), tuple(backward), claims
+        )
+
+    def _lane(self, rank: int, group: HeadGroup | None) -> Lane:
+        mesh = self.placement.mesh
+        if group is None:
+            lap = mesh.cp_inner if self.double and mesh.cp_inner > 1 and mesh.cp_outer > 1 else mesh.cp
+            heads = (0, self.scene.shape.H)
+            return Lane(self.scene, tuple(range(mesh.cp)), self.placement.sets, rank, lap, "cp", heads, FLAT)
+        ranks = tuple(unit * self.placement.split + group.me for unit in range(len(self.placement.units)))
+        return Lane(
+            self.scene, ranks, self.placement.units, group.unit_index, len(ranks), "cp_outer", group.heads[group.me], HEADED
+        )
+
+    def _group(self, rank: int) -> HeadGroup | None:
+        return HeadGroup(self.scene, self.placement, rank) if self.placement.split > 1 else None
+
+    def _forward(self, rank: int) -> Program:
+        w, shape, mine = Writer(rank), self.scene.shape, self.placement.sets[rank]
+        group = self._group(rank)
+        lane = self._lane(rank, group)
+        w.buffer("q", "q", mine, (0, shape.H), role="input")
+        w.buffer("kv", "kv", mine, (0, shape.Hkv), role="input")
+        w.buffer("acc", "partial", lane.mine, lane.heads, exact=True, role="saved")
+        if group:
+            group.scatter_heads(w, BEFORE, {"q": "q", "kv": "kv"}, saved=True)
+        if self.exchange is None or lane.size == 1:
+            lane.attend_own(w)
+        else:
+            self.exchange.forward(w, lane)
+        w.result("out", "acc")
+        if group:
+            w.buffer("out", "out", mine, (0, shape.H), role="result")
+            group.gather_heads(w, AFTER, {"out": ("acc", "out")})
+            w.result("out", "out")
+        return w.program
+
+    def _backward(self, rank: int) -> Program:
+        w, shape, mine = Writer(rank), self.scene.shape, self.placement.sets[rank]
+        group = self._group(rank)
+        lane = self._lane(rank, group)
+        w.buffer("grad_out", "grad_out", mine, (0, shape.H), role="input")
+        for kind, heads in (("q", lane.heads), ("kv", lane.key_heads)):
+            w.buffer(lane.names[kind], kind, lane.mine, heads, role="saved")  # pyright: ignore[reportArgumentType]
+        w.buffer("acc", "partial", lane.mine, lane.heads, exact=True, role="saved")
+        if group:
+            group.scatter_heads(w, BEFORE, {"grad_out": "grad_out"}, saved=False)
+        w.buffer("stats", "stats", lane.mine, lane.heads, exact=True)
+        w.stats("acc", lane.names["grad_out"], "stats")
+        role = "temporary" if group else "result"
+        w.buffer(lane.names["grad_q"], "grad_q", lane.mine, lane.heads, exact=True, role=role)
+        w.buffer(lane.names["grad_kv"], "grad_kv", lane.mine, lane.key_heads, exact=True, role=role)
+        if self.exchange is None or lane.size == 1:
+            lane.attend_own_backward(w)
+        else:
+            self.exchange.backward(w, lane)
+        w.free("stats")
+        if group:
+            self._return_gradients(w, group)
+        w.result("grad_q", "grad_q")
+        w.result("grad_kv", "grad_kv")
+        return w.program
+
+    def _return_gradients(self, w: Writer, group: HeadGroup) -> None:
+        shape, mine = self.scene.shape, group.mine
+        w.free("grad_out.heads")
+        w.buffer("grad_q", "grad_q", mine, (0, shape.H), role="result")
+        w.buffer("grad_kv", "grad_kv", mine, (0, shape.Hkv), exact=group.repeats, role="result")
+        complete = {"grad_q": ("grad_q.heads", "grad_q")}
+        if not group.repeats:
+            complete["grad_kv"] = ("grad_kv.heads", "grad_kv")
+        group.gather_heads(w, AFTER, complete)
+        if group.repeats:
+            group.sum_key_gradients(w, AFTER - 1, "grad_kv.heads", "grad_kv")
+        w.free("grad_q.heads", "grad_kv.heads")
+
+
+def build_plan(
+    axes: dict[str, Any],
+    placement: Placement,
+    shape: AttentionShape,
+    mask: MaskSpec,
+    exchange: Exchange | None,
+    ranks: Iterable[int] | None = None,
+) -> Plan:
+    """The programs of `ranks` (None: all) under `exchange` across, and heads exchanged inside where units are split."""
+    scene = Scene(Visibility(placement.layout, mask), shape, axes.get("head_slices"))
+    return Composer(axes, placement, scene, exchange, axes.get("inner_exchange") == "ring").plan(ranks)

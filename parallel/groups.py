@@ -1,0 +1,46 @@
+"""Process groups of a mesh, all made once at the start, in the same order on every rank."""
+
+import torch.distributed as dist
+
+from parallel.plan.mesh import MeshSpec
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "cp": ("cp_outer", "cp_inner"),
+    "cp_outer": ("cp_outer",),
+    "cp_inner": ("cp_inner",),
+    "dp": ("dp",),
+    "dp_cp": ("dp", "cp_outer", "cp_inner"),
+}
+
+
+class Groups:
+    """The groups of GROUPS that `rank` is in; None for a group of one, which communicates nothing.
+
+    Groups of the same ranks under two names stay two groups, so that traffic on one never waits for the other.
+
+    Raises:
+        ValueError: torch.distributed has another number of ranks than the mesh.
+    """
+
+    def __init__(self, mesh: MeshSpec, rank: int) -> None:
+        self.mesh, self.rank = mesh, rank
+        self.cp_ranks = mesh.group_of(rank, *GROUPS["cp"])
+        self._groups: dict[str, dist.ProcessGroup | None] = dict.fromkeys(GROUPS)
+        if mesh.world == 1:
+            return
+        if dist.get_world_size() != mesh.world:
+            raise ValueError(f"torch.distributed has {dist.get_world_size()} ranks and the mesh {mesh.world}")
+        for name, axes in GROUPS.items():
+            for ranks in mesh.groups(*axes):
+                if len(ranks) > 1:
+                    made = dist.new_group(list(ranks))  # every rank takes part in making every group
+                    if rank in ranks:
+                        self._groups[name] = made
+
+    def get(self, name: str) -> dist.ProcessGroup | None:
+        """The group called `name` (a key of GROUPS), or None if this rank is alone in it."""
+        return self._groups[name]
+
+    def ranks(self, name: str) -> tuple[int, ...]:
+        """The world ranks of this rank's group."""
+        return self.mesh.group_of(self.rank, *GROUPS[name])

@@ -1,0 +1,40 @@
+"""Slabs of bytes that a rank's temporary buffers and wires share, so that memory does not change from batch to batch."""
+
+import torch
+from torch import Tensor
+
+
+class BufferPool:
+    """Hands out flat uint8 slabs and takes them back. Sizes are rounded up in steps of an eighth, so that layouts that
+    differ a little use the same slabs.
+
+    Args:
+        poison: fill every slab with NaN bytes when it is handed out (for tests).
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", poison: bool = False) -> None:
+        self.device, self.poison = torch.device(device), poison
+        self._free: dict[int, list[Tensor]] = {}
+        self.total = 0  # bytes ever reserved
+
+    def take(self, size: int) -> Tensor:
+        """A slab of at least `size` bytes."""
+        rounded = _round_up(size)
+        waiting = self._free.get(rounded)
+        if waiting:
+            slab = waiting.pop()
+        else:
+            slab = torch.empty(rounded, dtype=torch.uint8, device=self.device)
+            self.total += rounded
+        if self.poison:
+            slab.fill_(255)
+        return slab
+
+    def give(self, slab: Tensor) -> None:
+        """Take a slab back."""
+        self._free.setdefault(slab.numel(), []).append(slab)
+
+
+def _round_up(size: int) -> int:
+    step = max(64, 1 << max(0, size.bit_length() - 4))
+    return -(-max(size, 1) // step) * step

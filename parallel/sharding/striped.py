@@ -1,0 +1,9 @@
+"""Every n-th token to the same rank, which balances any causal mask to within a stripe (Striped Attention, arXiv 2311.09431)."""
+
+from parallel.plan.layout import PackedLayout
+from parallel.plan.tokens import TokenSet
+
+
+def striped(layout: PackedLayout, units: int) -> list[TokenSet]:
+    """Unit u of n takes tokens u, u + n, u + 2 n, ..."""
+    return [TokenSet.of((u, layout.total_tokens, units)) for u in range(units)]

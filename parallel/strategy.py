@@ -1,0 +1,204 @@
+"""A strategy: the axes of a schedule as one dataclass, presets of `conf/strategy` read into it, and what it makes.
+
+strategy = load_strategy("usp", cp_inner=2)
+mesh = strategy.mesh(world=8, heads=16, kv_heads=4)
+placement = strategy.shard(layout, mesh)                 # who owns which tokens
+plan = strategy.plan(placement, shape, MaskSpec())       # what every rank sends, receives and computes
+
+No torch here: a schedule can be planned, proved, priced and drawn on any machine.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from parallel.exchange import EXCHANGES, INNER_EXCHANGES
+from parallel.exchange.compose import build_plan
+from parallel.plan.ir import AttentionShape
+from parallel.plan.layout import PackedLayout
+from parallel.plan.mesh import AXES, MeshSpec
+from parallel.plan.placement import Placement
+from parallel.plan.plan import Plan
+from parallel.plan.visibility import MaskSpec
+from parallel.sharding import SHARDINGS
+
+PRESETS = Path(__file__).resolve().parents[1] / "conf" / "strategy"
+WEIGHTS = ("replicated", "fully_sharded")
+
+
+@dataclass
+class Strategy:
+    """A point on the axes of a schedule; plain types, so that it is also the schema of the configuration's `strategy`."""
+
+    name: str = "local"
+    sharding: str = "contiguous"  # which rank owns which tokens: a key of SHARDINGS
+    exchange: str = "none"  # how queries meet keys across cp_outer (all_to_all: across all of cp): EXCHANGES, or none
+    inner_exchange: str | None = None  # inside each group of cp_inner ranks: all_to_all or ring; null: no inner level
+    head_slices: int | None = None  # all_gather: parts of the key heads, gathered one after the other; null: up to 4
+    weights: str = "replicated"  # replicated (DDP) or fully_sharded (FSDP2), over dp x cp
+    pp: int | None = None  # null: 1
+    dp: int | None = None  # replicas; null: 1, or the ranks that are left where cp_outer is given
+    cp_outer: int | None = None  # null: the ranks that are left
+    cp_inner: int | None = None  # null: the largest divisor of cp that divides the key heads and fits a node, or 1
+    tp: int | None = None  # null: 1
+    node_size: int = 8  # ranks that share a node's fast links
+
+    def validate(self) -> None:
+        """Raise ValueError, one sentence, for values that no run could use, whatever the model and the world."""
+        _choose("sharding", self.sharding, SHARDINGS)
+        _choose("exchange", self.exchange, ["none", *EXCHANGES])
+        _choose("inner_exchange", self.inner_exchange, [None, *INNER_EXCHANGES])
+        _choose("weights", self.weights, WEIGHTS)
+        for axis in (*AXES, "node_size", "head_slices"):
+            value = getattr(self, axis)
+            if value is not None and value < 1:
+                raise ValueError(f"strategy.{axis}={value}; give at least 1, or null to have it filled in")
+        for axis in ("pp", "tp"):
+            if getattr(self, axis) not in (None, 1):
+                raise ValueError(f"strategy.{axis}={getattr(self, axis)} is not supported; use strategy.{axis}=1 and cp or dp")
+        if self.head_slices is not None and self.exchange != "all_gather":
+            raise ValueError(
+                f"strategy.head_slices={self.head_slices} belongs to exchange=all_gather, and exchange={self.exchange} "
+                "would ignore it; leave it out"
+            )
+        if self.inner_exchange and self.exchange not in ("none", *_hierarchical()):
+            raise ValueError(
+                f"inner_exchange={self.inner_exchange} does not combine with exchange={self.exchange}; use "
+                f"exchange={' or '.join(_hierarchical())}, or inner_exchange=null"
+            )
+        if self.inner_exchange == "ring" and self.exchange != "ring":
+            raise ValueError(
+                f"inner_exchange=ring is the inner lap of a double ring, and exchange={self.exchange} has no laps; use "
+                "exchange=ring, or inner_exchange=all_to_all"
+            )
+        allowed = EXCHANGES[self.exchange].shardings if self.exchange in EXCHANGES else None
+        if allowed and self.sharding not in allowed:
+            raise ValueError(
+                f"exchange={self.exchange} takes sharding={' or '.join(allowed)}, not {self.sharding}: "
+                f"{EXCHANGES[self.exchange].why_sharding}"
+            )
+
+    def mesh(self, world: int, heads: int, kv_heads: int) -> MeshSpec:
+        """The mesh on `world` ranks, null axes filled in.
+
+        Raises:
+            ValueError: axes that do not multiply to the world, or more ranks than an exchange of heads can use.
+        """
+        self.validate()
+        given = {axis: getattr(self, axis) for axis in AXES}
+        fixed = prod(size for size in given.values() if size is not None)
+        if world % fixed:
+            shown = " x ".join(f"{axis}={size}" for axis, size in given.items() if size not in (None, 1)) or "1"
+            raise ValueError(f"{world} ranks do not divide by {shown} = {fixed}; change one of them")
+        free = world // fixed
+        one_level = self.exchange == "none" or (self.exchange == "all_to_all" and given["cp_inner"] is not None)
+        if given["dp"] is None and (given["cp_outer"] is not None or one_level):
+            given["dp"], free = free, 1
+        if given["cp_inner"] is None:
+            given["cp_inner"] = 1
+            if self.exchange == "all_to_all":
+                given["cp_inner"], free = free, 1
+            elif self.inner_exchange and self.exchange != "none":
+                given["cp_inner"] = self._inner_size(free * (given["cp_outer"] or 1), free, kv_heads)
+                free //= given["cp_inner"]
+        if given["cp_outer"] is None:
+            given["cp_outer"], free = (1, free) if self.exchange in ("none", "all_to_all") else (free, 1)
+        if free != 1:
+            total = world // free
+            raise ValueError(
+                f"{self.name}: the axes make up {total} ranks, and there are {world}; set strategy.dp={free} for replicas, "
+                "or leave an axis null"
+            )
+        mesh = MeshSpec(**{axis: size or 1 for axis, size in given.items()}, node_size=self.node_size)
+        self._check_mesh(mesh, heads)
+        return mesh
+
+    def _inner_size(self, cp: int, free: int, kv_heads: int) -> int:
+        """The largest divisor of cp that divides the key heads and fits a node."""
+        limit = min(self.node_size, free)
+        return max(n for n in range(1, limit + 1) if free % n == 0 and (self.inner_exchange == "ring" or kv_heads % n == 0))
+
+    def _check_mesh(self, mesh: MeshSpec, heads: int) -> None:
+        if self.exchange == "none" and mesh.cp > 1:
+            raise ValueError(
+                f"{self.name}: exchange=none keeps a sequence on one rank, and cp_outer x cp_inner = {mesh.cp}; choose an "
+                f"exchange ({', '.join(EXCHANGES)}), or use strategy.dp={mesh.cp} instead"
+            )
+        if self.exchange == "all_to_all" and mesh.cp_outer > 1:
+            raise ValueError(
+                f"exchange=all_to_all spans all of cp, so cp_outer={mesh.cp_outer} must be 1; use strategy=usp for two levels"
+            )
+        if self.exchange not in ("none", "all_to_all") and mesh.cp_inner > 1 and self.inner_exchange is None:
+            raise ValueError(
+                f"cp_inner={mesh.cp_inner} needs an exchange inside the group; set strategy.inner_exchange="
+                f"{' or '.join(INNER_EXCHANGES)}, or use cp_outer={mesh.cp} alone"
+            )
+        if self.splits_heads and mesh.cp_inner > heads:
+            raise ValueError(
+                f"cp_inner={mesh.cp_inner} ranks cannot share {heads} query heads; use cp_inner={heads} or less, or "
+                "exchange=ring"
+            )
+
+    @property
+    def splits_heads(self) -> bool:
+        """Whether the ranks of an inner group exchange tokens for heads."""
+        return self.exchange == "all_to_all" or self.inner_exchange == "all_to_all"
+
+    def shard(self, layout: PackedLayout, mesh: MeshSpec) -> Placement:
+        """Deal the tokens of `layout` to the cp ranks of `mesh`. ValueError for an unknown sharding."""
+        self.validate()
+        split = mesh.cp_inner if self.splits_heads else 1
+        units = SHARDINGS[self.sharding](layout, mesh.cp // split)
+        return Placement(layout, mesh, tuple(units), split)
+
+    def plan(
+        self, placement: Placement, shape: AttentionShape, mask: MaskSpec, ranks: list[int] | None = None
+    ) -> Plan:
+        """The steps of every cp rank, forward and backward; or of `ranks` alone, which costs their share of the time.
+
+        Raises:
+            ValueError: a combination that cannot work, with the numbers and a way out.
+        """
+        self.validate()
+        self._check_mesh(placement.mesh, shape.H)
+        exchange = EXCHANGES.get(self.exchange)
+        if exchange is not None:
+            exchange.check(placement.mesh, shape, mask)
+        return build_plan(dataclasses.asdict(self), placement, shape, mask, exchange, ranks)
+
+
+def load_strategy(name: str, **overrides: Any) -> Strategy:
+    """The preset `name` of conf/strategy with some axes changed.
+
+    Raises:
+        ValueError: an unknown preset or axis, or axes that do not combine.
+    """
+    known = preset_names()
+    _choose("strategy", name, known)
+    values = yaml.safe_load((PRESETS / f"{name}.yaml").read_text())
+    fields = {field.name for field in dataclasses.fields(Strategy)}
+    for key in (*values, *overrides):
+        if key not in fields:
+            raise ValueError(f"strategy {name} has no axis {key!r}; choose among {', '.join(sorted(fields))}")
+    strategy = Strategy(**{**values, **overrides})
+    strategy.validate()
+    return strategy
+
+
+def preset_names() -> list[str]:
+    """The presets of conf/strategy, in alphabetical order."""
+    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def _hierarchical() -> list[str]:
+    return [name for name, exchange in EXCHANGES.items() if exchange.hierarchical]
+
+
+def _choose(what: str, value: Any, known: Any) -> None:
+    if value not in known:
+        names = ", ".join("null" if name is None else str(name) for name in known)
+        raise ValueError(f"{what}={value!r} is unknown; choose one of {names}")
