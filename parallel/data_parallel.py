@@ -4,12 +4,12 @@ module = parallelise(module, layers, "fully_sharded", group)
 with sync_gradients(module, last_micro_batch):
     module(...).backward()
 
-Every rank's loss is its own tokens' sum over the global count, so the gradient of the whole is the plain sum over ranks:
+Every rank's loss is its own tokens' sum over the global count, so the whole gradient is the plain sum over ranks:
 DDP's and FSDP's averaging is replaced by a sum, which is exact, where multiplying it back would not be.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,17 @@ def parallelise(
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no scaled one
     return module
+
+
+def settle(module: nn.Module, loss: Callable[[], Tensor]) -> None:
+    """Let DDP lay out its buckets for good, by one backward of a `loss()` of `module` that is zero.
+
+    It does so after its first backward, and where a gradient lies in a bucket decides in which order ranks are summed:
+    without this the first step of a resumed run would round unlike the same step of a run that never stopped.
+    """
+    if isinstance(module, DistributedDataParallel):
+        loss().backward()
+        module.zero_grad(set_to_none=True)
 
 
 @contextlib.contextmanager

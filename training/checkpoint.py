@@ -34,7 +34,7 @@ class Snapshot:
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True) -> Snapshot:
-    """Every tensor whole, where sharded gathered one by one onto the CPU of the ranks that `keep` them; a collective."""
+    """Every tensor whole; sharded ones are gathered one by one onto the CPU of ranks that `keep` them: a collective."""
 
     def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {}

@@ -169,7 +169,7 @@ class Config:
         self.optim.validate(self.run.steps)
         self.strategy.validate()
         if self.nproc is not None and self.nproc < 1:
-            raise ConfigError(f"nproc={self.nproc} must be 1 or more; null uses the ranks that a launcher gives, else 1.")
+            raise ConfigError(f"nproc={self.nproc} must be 1 or more; null: the ranks that a launcher gives, else 1.")
         ids = TOKENIZERS[self.data.tokenizer]().vocab_size
         if ids > self.model.vocab_size:
             raise ConfigError(

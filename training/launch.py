@@ -1,4 +1,4 @@
-"""Which ranks a run has: those that torchrun or Slurm gives, or `nproc` started here. The one reader of the environment.
+"""Which ranks a run has: those that torchrun or Slurm gives, or `nproc` started here. Alone reads the environment.
 
 python train.py nproc=4 ...                                          four ranks on this machine
 torchrun --nnodes 2 --nproc-per-node 8 ... train.py ...              the ranks that torchrun started

@@ -29,7 +29,7 @@ from training.outcome import Outcome, print_outcome
 from training.progress import ProgressReport
 from training.rendezvous import Team
 from training.share import Share
-from training.step import NonFiniteLoss, StepLoss, evaluate, forward_backward
+from training.step import NonFiniteLoss, evaluate, forward_backward
 from training.tracking import Tracker
 
 

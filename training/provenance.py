@@ -28,7 +28,7 @@ def _version(package: str) -> str | None:
 
 
 def provenance(ranks: int = 1) -> dict:
-    """JSON-able facts about this process and its `ranks`: git commit and uncommitted difference, versions, hardware, command line."""
+    """JSON-able facts about a run on `ranks` ranks: git commit and uncommitted changes, versions, hardware, command."""
     sha, diff = _git("rev-parse", "HEAD"), _git("diff", "HEAD")
     return {
         "git_sha": sha.strip() if sha else None,

@@ -9,7 +9,7 @@ import contextlib
 import datetime
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from jaxtyping import Float64
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from parallel.groups import Groups
 from training.config import Config, ConfigError, to_plain
 from training.hardware import pick_device
 from training.launch import Place
@@ -32,6 +33,7 @@ class Team:
     Attributes:
         rank, world: this rank's number, and how many there are.
         mesh: who sits where (`parallel.plan.mesh.MeshSpec`).
+        groups: the process groups of its axes; gradients are summed over "dp_cp".
         device: where this rank computes.
     """
 
@@ -43,16 +45,12 @@ class Team:
         if world > 1:
             self._compare(config)
         self.mesh = config.check_ranks(world)
+        self.groups = Groups(self.mesh, rank)
 
     @property
     def first(self) -> bool:
         """Whether this is rank 0, the one that prints and writes."""
         return self.rank == 0
-
-    @property
-    def gradients(self) -> dist.ProcessGroup | None:
-        """The ranks over which gradients are summed, dp x cp; None for a rank alone."""
-        return dist.group.WORLD if self.world > 1 else None
 
     def gather(self, values: Sequence[float]) -> Float64[Tensor, "world n"]:
         """Every rank's `values`, as many on each: one small collective."""
@@ -83,7 +81,7 @@ class Team:
         value, error = box[0]
         if error is not None:
             raise error
-        return value
+        return cast(T, value)
 
     def together(self, make: Callable[[], T]) -> T:
         """This rank's `make()`; where it raised on any rank, the lowest such rank's error is raised on all."""
@@ -96,7 +94,7 @@ class Team:
         for found in errors:
             if found is not None:
                 raise found
-        return value
+        return cast(T, value)
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:

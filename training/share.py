@@ -1,14 +1,14 @@
-"""One rank's share of every batch: its replica's rows, its part of their tokens, and the module that learns from them."""
+"""One rank's share of every batch: its replica's rows, its part of their tokens, and the module that learns."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from data.batch import PackedBatch
+from data.batch import IGNORE, PackedBatch
 from models.attend import Attend, local_attend
 from models.decoder import Decoder
-from parallel.data_parallel import parallelise
+from parallel.data_parallel import parallelise, settle
 from training.rendezvous import Team
 
 
@@ -47,8 +47,15 @@ class Share:
         self.device = next(model.parameters()).device
         self.replicas = team.mesh.dp if team else 1
         self.replica = team.mesh.coordinates(team.rank).dp if team else 0
-        group = team.gradients if team else None
+        group = team.groups.get("dp_cp") if team else None
         self.module = parallelise(TokenLosses(model), model.layers, weights, group)
+        settle(self.module, self._zero_loss)
+
+    def _zero_loss(self) -> Tensor:
+        zero = torch.zeros(1, dtype=torch.long, device=self.device)
+        config = self.model.config
+        attend = local_attend([0], [1], 1, config.layer_windows(), self.device, config.attention)
+        return self.module(zero, zero, zero + IGNORE, attend).sum()
 
     def micro_batches(self, batch: PackedBatch, accumulate: int = 1) -> list[PackedBatch]:
         """This replica's rows, in `accumulate` parts; the i-th parts of all replicas are one process's i-th."""
@@ -66,9 +73,7 @@ class Share:
             device=self.device,
             backend=config.attention,
         )
-        tokens, positions, labels = (
-            t.flatten().to(self.device) for t in (micro.tokens, micro.positions, micro.labels)
-        )
+        tokens, positions, labels = (t.flatten().to(self.device) for t in (micro.tokens, micro.positions, micro.labels))
         return Part(tokens, positions, labels, attend)
 
     def bad_documents(self, micro: PackedBatch, nll: Tensor) -> list[str]:

@@ -56,7 +56,7 @@ def forward_backward(
     for index, micro in enumerate(micros, 1):
         with sync_gradients(share.module, index == len(micros)):
             nll = token_losses(share, micro, precision)
-            loss = nll.sum(dtype=torch.float64 if nll.dtype == torch.float64 else torch.float32) / count
+            loss = nll.sum(dtype=torch.float64) / count
             loss.backward()
         value = loss.item()
         if not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""Ranks started on this machine, watched until the last one has ended: none outlives another's failure, or this process.
+"""Ranks started on this machine, watched to the end: none outlives another's failure, or this process.
 
 A rank that fails ends the job: its peers get GRACE seconds to end by themselves, those that still stand print where and
 are killed, and the error raised names the rank that failed first, not the ones that noticed.
@@ -200,7 +200,7 @@ def _describe(failed: list[_Child], count: int, timeout_s: int) -> str:
     elif shown:
         what = f"rank {shown[0].rank} of {count} {_end(shown[0].code)}"
     else:
-        what = f"rank {silent} of {count} did not answer within run.timeout_s={timeout_s} s (its stack, if any, is above)"
+        what = f"rank {silent} of {count} did not answer within run.timeout_s={timeout_s} s (its stack may be above)"
     return f"{what}. The last checkpoint is usable: the same command goes on from it."
 
 

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import faulthandler
 import json
+import logging
 import os
 import pickle
 import signal
@@ -26,6 +27,7 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # Linux: also where this process is stopped
+    logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.WARNING if place.rank else logging.INFO)
     try:
         from training.rank import run_rank  # loads torch
 
@@ -41,14 +43,12 @@ def main() -> None:
             "peer": isinstance(error, PeerLost),
         }
     print(json.dumps(message), file=report, flush=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # not sys.exit: what is left of a broken process group can hang an orderly end
-    os._exit(0 if message["done"] else 1)
+    # an orderly end, so that W&B writes its last bytes; should it hang, the parent does not wait for long
+    sys.exit(0 if message["done"] else 1)
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read(1)
+    os.read(0, 1)  # unbuffered: a thread in sys.stdin would be in the way of an orderly end
     os._exit(1)
 
 
