@@ -278,13 +278,7 @@ def test_nodes_with_other_configurations_are_refused_on_both(tmp_path):
 @pytest.mark.deep
 def test_sweep_gives_each_job_its_ranks_and_reports_the_failed_one(tmp_path):
     """Two of four jobs cannot split their rows; the others run, each in its folder, in one W&B group, tagged."""
-    sweep = [
-        "strategy.weights=replicated,fully_sharded",
-        "data.rows=3,4",
-        "nproc=2",
-        "run.steps=2",
-        "wandb.mode=offline",
-    ]
+    jobs = ["strategy.weights=replicated,fully_sharded", "data.rows=3,4", "nproc=2"]
     arguments = [sys.executable, str(ROOT / "train.py"), "-m", *SMALL, *jobs, "run.steps=2", "wandb.mode=offline"]
     done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode != 0 and done.stderr.count("error: data.rows=3 do not split") == 2, done.stderr
