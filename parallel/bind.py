@@ -17,7 +17,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 @dataclass(frozen=True)
 class Part:
-    """Where a field of a message or copy lies in a wire: its dtype and shape, [tokens, heads, width] or [heads, tokens]."""
+    """Where a field lies in a wire, its dtype, and its shape: [tokens, heads, width], or [heads, tokens] for lse."""
 
     name: str
     traffic: str
@@ -94,7 +94,9 @@ class BoundPlan:
         for field, (traffic, size) in zip(fields_of(item.kind), each):
             stop = first + item.tokens.count * size
             per_head = field.name in ("lse", "delta")
-            shape = (heads, item.tokens.count) if per_head else (item.tokens.count, heads, width_of(field.name, self.shape))
+            shape = (
+                (heads, item.tokens.count) if per_head else (item.tokens.count, heads, width_of(field.name, self.shape))
+            )
             parts.append(Part(field.name, traffic, self.dtype(item.exact and field.exact), shape, first, stop))
             first = stop
         return parts

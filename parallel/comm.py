@@ -1,7 +1,7 @@
 """Transports: how a batch of messages gets from rank to rank, and the recorder that counts every byte on the way.
 
-`TorchTransport` is torch.distributed. `LoopbackTransport` joins ranks that live in one process; its adversaries `strict`
-and `late` hold a schedule to the rules of real networks:
+`TorchTransport` is torch.distributed. `LoopbackTransport` joins ranks of one process; its adversaries hold a schedule to
+the rules of real networks:
 
 - strict: batches of a communicator complete in order, a batch only when all its members are posted on both sides;
   what is sent and received must agree in size; no empty, self or non-contiguous message; no communicator that was not
@@ -164,7 +164,9 @@ class LoopbackTransport:
             if parcel.peer == self.rank:
                 raise ValueError(f"rank {self.rank} sends to itself; copy instead")
             if parcel.wire.numel() == 0 or not parcel.wire.is_contiguous() or parcel.wire.dtype != torch.uint8:
-                raise ValueError(f"rank {self.rank}: an empty or non-contiguous message, or no bytes, for rank {parcel.peer}")
+                raise ValueError(
+                    f"rank {self.rank}: an empty or non-contiguous message, or no bytes, for rank {parcel.peer}"
+                )
 
     def ready(self, handle: _Batch) -> bool:
         if self.net.rules != "plain":
@@ -202,3 +204,15 @@ class LoopbackTransport:
         if copy is None:
             copy = batch.copies[number] = batch.sends[number].wire.clone()
         return copy
+
+
+def gather_uneven(x: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Every rank's `x[count, ...]`, in the order of the group's ranks. A group of one (None) communicates nothing."""
+    if group is None:
+        return [x]
+    width = max(counts)
+    padded = x.new_zeros(width, *x.shape[1:])
+    padded[: x.shape[0]] = x
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded, group=group)
+    return [part[:count] for part, count in zip(parts, counts)]

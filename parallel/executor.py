@@ -1,7 +1,7 @@
 """Runs one rank's program: buffers, kernels, messages. The same code drives real ranks and ranks in one process.
 
-`Execution.steps()` is a generator that pauses where it would wait for another rank. A driver with real ranks never sees a
-pause, since its transport waits; `parallel.api.run_loopback` takes turns between ranks at the pauses.
+`Execution.steps()` is a generator that pauses where it would wait for another rank. A driver with real ranks never sees
+a pause, since its transport waits; `parallel.api.run_loopback` takes turns between ranks at the pauses.
 """
 
 from __future__ import annotations
@@ -13,12 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.combine import merge_into
+from kernels.combine import merge_into, sink_gradient
 from kernels.rounds import Rounds, Stats
 from parallel.bind import BoundPlan, Part, Rows
 from parallel.comm import Parcel, Recorder, Transport
 from parallel.plan.ir import (
-    Add, Attend, AttendBackward, Buffer, Copy, Free, Heads, Merge, Message, Post, Step, Wait,
+    Add,
+    Attend,
+    AttendBackward,
+    Buffer,
+    Copy,
+    Free,
+    Heads,
+    Merge,
+    Message,
+    Post,
+    Step,
+    Wait,
 )  # fmt: skip
 from parallel.plan.ir import Stats as StatsStep
 from parallel.plan.tokens import TokenSet
@@ -79,6 +90,7 @@ class Execution:
         self.held = {name: Held(tensors) for name, tensors in given.items()}
         self.pending: dict[tuple[str, int], _Pending] = {}
         self.direction = direction
+        self.sink_grad: Tensor | None = None  # [H], of the rows and heads that this rank computes; ranks' parts add up
 
     def steps(self) -> Iterator[None]:
         """Do the program's steps; pauses where another rank must go first."""
@@ -241,6 +253,11 @@ class Execution:
         acc, dout = self.get(step.partial).tensors, self.get(step.grad_out).tensors["dout"]
         made = self.rounds.stats(acc["out"], dout, acc["lse"])
         self.held[step.into] = Held({"lse": acc["lse"]}, stats=made)
+        sink = self.options.sink
+        if sink is not None:
+            heads = slice(*self.program.buffers[step.partial].heads)
+            self.sink_grad = torch.zeros_like(sink)
+            self.sink_grad[heads] = sink_gradient(sink[heads], acc["lse"], made.delta)
 
     def _stats_of(self, step: AttendBackward) -> Stats:
         """The stats of the block's queries and heads."""
@@ -279,7 +296,9 @@ class Execution:
     def _own(self, name: str, buffer: Buffer, step: AttendBackward, field_name: str) -> Tensor:
         """A field of the block's queries and heads, as a view."""
         rows = self.bound.run(buffer.tokens, step.q_tokens)
-        return self.get(name).tensors[field_name][rows, step.heads[0] - buffer.heads[0] : step.heads[1] - buffer.heads[0]]
+        return self.get(name).tensors[field_name][
+            rows, step.heads[0] - buffer.heads[0] : step.heads[1] - buffer.heads[0]
+        ]
 
     # moving within the rank
 
@@ -308,6 +327,14 @@ class Execution:
         merge_into(some_out, some_lse, part["out"], part["lse"])
         out.index_copy_(0, rows, some_out)
         lse.index_copy_(1, rows, some_lse)
+
+
+def saved_buffers(run: Execution, dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
+    """What backward needs of a forward run: the queries and keys it attended, out in the model's dtype, and lse."""
+    names = run.bound.programs["backward"].buffers
+    kept = {name: run.get(name).tensors for name, buffer in names.items() if buffer.role == "saved" and name != "acc"}
+    acc = run.get("acc").tensors
+    return {**kept, "acc": {"out": acc["out"].to(dtype), "lse": acc["lse"]}}
 
 
 def _view(flat: Tensor, part: Part) -> Tensor:

@@ -35,6 +35,7 @@ class Groups:
                 if len(ranks) > 1:
                     made = dist.new_group(list(ranks))  # every rank takes part in making every group
                     if rank in ranks:
+                        assert isinstance(made, dist.ProcessGroup)
                         self._groups[name] = made
 
     def get(self, name: str) -> dist.ProcessGroup | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.rounds import choose_rounds
 from parallel.bind import BoundPlan
 from parallel.comm import Loopback, Recorder
-from parallel.executor import Execution, Options
+from parallel.executor import Execution, Options, saved_buffers
 from parallel.plan.ir import Step
 from parallel.plan.plan import Plan
 from parallel.pool import BufferPool
@@ -28,6 +28,7 @@ class LoopbackResult:
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
+    dsink: Tensor | None = None
     events: list[tuple[int, str, str, Step]] = field(default_factory=list)
     recorder: Recorder = field(default_factory=Recorder)
     pool_bytes: list[int] = field(default_factory=list)
@@ -73,23 +74,20 @@ def run_loopback(
         where = torch.from_numpy(acc.tokens.expand()).to(q.device)
         result.lse[acc.heads[0] : acc.heads[1], where] = run.get("acc").tensors["lse"]
     if dout is not None:
-        saved = [saved_buffers(run, q.dtype) | {"grad_out": {"dout": dout[at].contiguous()}} for run, at in zip(runs, index)]
+        saved = [
+            saved_buffers(run, q.dtype) | {"grad_out": {"dout": dout[at].contiguous()}} for run, at in zip(runs, index)
+        ]
         runs = _run(bound, "backward", saved, options, pools, result, backend, rules)
         result.dq, result.dk, result.dv = (torch.zeros_like(x) for x in (q, k, v))
         for run, at in zip(runs, index):
             result.dq[at] = run.held["grad_q"].tensors["dq"].to(q.dtype)
             result.dk[at] = run.held["grad_kv"].tensors["dk"].to(q.dtype)
             result.dv[at] = run.held["grad_kv"].tensors["dv"].to(q.dtype)
+        if sink is not None:
+            parts = [run.sink_grad for run in runs if run.sink_grad is not None]
+            result.dsink = torch.stack(parts).sum(0) if parts else torch.zeros_like(sink)
     result.pool_bytes = [pool.total for pool in pools]
     return result
-
-
-def saved_buffers(run: Execution, dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
-    """What backward needs of a forward run: the queries and keys it attended, out in the model's dtype, and lse."""
-    names = run.bound.programs["backward"].buffers
-    kept = {name: run.get(name).tensors for name, buffer in names.items() if buffer.role == "saved" and name != "acc"}
-    acc = run.get("acc").tensors
-    return {**kept, "acc": {"out": acc["out"].to(dtype), "lse": acc["lse"]}}
 
 
 def _run(
@@ -144,6 +142,8 @@ def _check(plan: Plan, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None) -> 
             raise ValueError(f"{name} is {tuple(x.shape)}, and the plan is for {wanted[name]}")
     if len(plan.ranks) != plan.size:
         raise ValueError(f"the plan holds {len(plan.ranks)} of {plan.size} ranks; plan all of them for a loopback run")
-    expected = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[shape.dtype]
+    expected = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
+        shape.dtype
+    ]
     if any(x.dtype != expected for x in given.values()):
         raise ValueError(f"the plan is for {shape.dtype}, and the tensors are {q.dtype}; plan with their dtype")

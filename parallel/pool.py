@@ -1,4 +1,4 @@
-"""Slabs of bytes that a rank's temporary buffers and wires share, so that memory does not change from batch to batch."""
+"""Slabs of bytes that a rank's temporary buffers and wires share, so that memory stays the same from batch to batch."""
 
 import torch
 from torch import Tensor

@@ -32,7 +32,7 @@ WEIGHTS = ("replicated", "fully_sharded")
 
 @dataclass
 class Strategy:
-    """A point on the axes of a schedule; plain types, so that it is also the schema of the configuration's `strategy`."""
+    """A point on the axes of a schedule; plain types, since it is also the schema of the configuration's `strategy`."""
 
     name: str = "local"
     sharding: str = "contiguous"  # which rank owns which tokens: a key of SHARDINGS
@@ -59,7 +59,9 @@ class Strategy:
                 raise ValueError(f"strategy.{axis}={value}; give at least 1, or null to have it filled in")
         for axis in ("pp", "tp"):
             if getattr(self, axis) not in (None, 1):
-                raise ValueError(f"strategy.{axis}={getattr(self, axis)} is not supported; use strategy.{axis}=1 and cp or dp")
+                raise ValueError(
+                    f"strategy.{axis}={getattr(self, axis)} is not supported; use strategy.{axis}=1 and cp or dp"
+                )
         if self.head_slices is not None and self.exchange != "all_gather":
             raise ValueError(
                 f"strategy.head_slices={self.head_slices} belongs to exchange=all_gather, and exchange={self.exchange} "
@@ -110,8 +112,8 @@ class Strategy:
         if free != 1:
             total = world // free
             raise ValueError(
-                f"{self.name}: the axes make up {total} ranks, and there are {world}; set strategy.dp={free} for replicas, "
-                "or leave an axis null"
+                f"{self.name}: the axes make up {total} ranks, and there are {world}; set strategy.dp={free} for "
+                "replicas, or leave an axis null"
             )
         mesh = MeshSpec(**{axis: size or 1 for axis, size in given.items()}, node_size=self.node_size)
         self._check_mesh(mesh, heads)
@@ -120,17 +122,20 @@ class Strategy:
     def _inner_size(self, cp: int, free: int, kv_heads: int) -> int:
         """The largest divisor of cp that divides the key heads and fits a node."""
         limit = min(self.node_size, free)
-        return max(n for n in range(1, limit + 1) if free % n == 0 and (self.inner_exchange == "ring" or kv_heads % n == 0))
+        return max(
+            n for n in range(1, limit + 1) if free % n == 0 and (self.inner_exchange == "ring" or kv_heads % n == 0)
+        )
 
     def _check_mesh(self, mesh: MeshSpec, heads: int) -> None:
         if self.exchange == "none" and mesh.cp > 1:
             raise ValueError(
-                f"{self.name}: exchange=none keeps a sequence on one rank, and cp_outer x cp_inner = {mesh.cp}; choose an "
-                f"exchange ({', '.join(EXCHANGES)}), or use strategy.dp={mesh.cp} instead"
+                f"{self.name}: exchange=none keeps a sequence on one rank, and cp_outer x cp_inner = {mesh.cp}; choose "
+                f"an exchange ({', '.join(EXCHANGES)}), or use strategy.dp={mesh.cp} instead"
             )
         if self.exchange == "all_to_all" and mesh.cp_outer > 1:
             raise ValueError(
-                f"exchange=all_to_all spans all of cp, so cp_outer={mesh.cp_outer} must be 1; use strategy=usp for two levels"
+                f"exchange=all_to_all spans all of cp, so cp_outer={mesh.cp_outer} must be 1; use strategy=usp for two "
+                "levels"
             )
         if self.exchange not in ("none", "all_to_all") and mesh.cp_inner > 1 and self.inner_exchange is None:
             raise ValueError(
@@ -155,9 +160,7 @@ class Strategy:
         units = SHARDINGS[self.sharding](layout, mesh.cp // split)
         return Placement(layout, mesh, tuple(units), split)
 
-    def plan(
-        self, placement: Placement, shape: AttentionShape, mask: MaskSpec, ranks: list[int] | None = None
-    ) -> Plan:
+    def plan(self, placement: Placement, shape: AttentionShape, mask: MaskSpec, ranks: list[int] | None = None) -> Plan:
         """The steps of every cp rank, forward and backward; or of `ranks` alone, which costs their share of the time.
 
         Raises:

@@ -8,7 +8,7 @@ gathers again and sends each block's gradients home, where they are added in the
 
 from parallel.exchange.lane import Exchange, Lane
 from parallel.plan.ir import Heads, Message
-from parallel.plan.tokens import EMPTY, TokenSet, union
+from parallel.plan.tokens import TokenSet, union
 from parallel.plan.writer import Writer
 
 MOST_SLICES = 4
@@ -28,27 +28,43 @@ def _query_heads(lane: Lane, keys: Heads) -> Heads:
 
 
 class _Gathered:
-    """What comes together at a member: the others' keys, in order of ranks, and how they are attended."""
+    """What comes together at a member: everyone's keys, in order of ranks, and how they are attended.
+
+    Room for the member's own keys is part of the buffer, so that without a window it is the same for all.
+    """
 
     def __init__(self, lane: Lane) -> None:
-        self.lane = lane
-        self.parts = [EMPTY if b == lane.me else lane.halo(lane.me, b) for b in range(lane.size)]
-        self.tokens = TokenSet.concatenate(self.parts)
-        self.blocks = [run for run in self._runs() if lane.scene.sight.any(lane.mine, run)]
+        self.lane, dealt = lane, lane.dealt
+        self.parts = [lane.mine if b == lane.me else dealt.halo(lane.me, b) for b in range(lane.size)]
+        self.tokens = TokenSet.concatenate(self.parts) if lane.scene.windowed else dealt.everything
+        self.blocks = [run for run, members in self._runs() if any(lane.sees(lane.me, b) for b in members)]
         self.reorders = self._pays_to_reorder(len(self.blocks))
-        self.ordered = union([*self.parts, lane.mine]) if self.reorders else EMPTY
 
-    def _runs(self) -> list[TokenSet]:
-        """The gathered tokens as few ascending blocks."""
-        runs: list[TokenSet] = []
-        for part in self.parts:
-            if part.count == 0:
+    @property
+    def ordered(self) -> TokenSet:
+        """The gathered tokens in the sequence's order."""
+        if self.lane.scene.windowed:
+            return union(self.parts)
+        kept = self.lane.dealt.kept
+        if "ordered" not in kept:
+            kept["ordered"] = union(self.parts)
+        return kept["ordered"]
+
+    def _runs(self) -> list[tuple[TokenSet, list[int]]]:
+        """The others' tokens as few ascending blocks that lie together in the buffer, and whose they are."""
+        runs: list[list[int]] = []
+        for b, part in enumerate(self.parts):
+            if part.count == 0 or b == self.lane.me:
                 continue
-            if runs and runs[-1].ranges[-1, 1] <= part.ranges[0, 0]:
-                runs[-1] = TokenSet.concatenate([runs[-1], part])
+            before = runs[-1][-1] if runs else b
+            if before == b - 1 and self.parts[before].ranges[-1, 1] <= part.ranges[0, 0]:
+                runs[-1].append(b)
             else:
-                runs.append(part)
-        return runs
+                runs.append([b])
+        return [
+            (TokenSet.concatenate([self.parts[b] for b in run]) if len(run) > 1 else self.parts[run[0]], run)
+            for run in runs
+        ]
 
     def _pays_to_reorder(self, blocks: int) -> bool:
         """Whether putting keys in order, and their gradients back, moves fewer bytes than merging block by block."""
@@ -56,30 +72,33 @@ class _Gathered:
         width, exact = shape.D + shape.Dv, shape.item_bytes(True)
         query_heads, key_heads = lane.heads[1] - lane.heads[0], lane.key_heads[1] - lane.key_heads[0]
         merging = blocks * lane.mine.count * query_heads * width * 2 * exact  # out forward, dq backward
-        held = self.tokens.count + lane.mine.count
-        moving = held * key_heads * width * (2 * 2 * shape.item_bytes(False) + 2 * exact)
+        moving = self.tokens.count * key_heads * width * (2 * 2 * shape.item_bytes(False) + 2 * exact)
         return blocks > 1 and moving < merging
 
 
-def _gather(w: Writer, lane: Lane, at: _Gathered, slices: list[Heads], index: int) -> tuple[list[Message], list[Message]]:
+def _gather(
+    w: Writer, lane: Lane, at: _Gathered, slices: list[Heads], index: int
+) -> tuple[list[Message], list[Message]]:
     """The messages that bring slice `index` of everyone's keys to everyone."""
     if index >= len(slices):
         return [], []
     others, heads = [b for b in range(lane.size) if b != lane.me], slices[index]
     name = w.buffer(f"gathered{index}", "kv", at.tokens, heads)
-    sends = [Message(lane.ranks[b], "kv", lane.names["kv"], lane.halo(b, lane.me), heads) for b in others]
+    sends = [Message(lane.ranks[b], "kv", lane.names["kv"], lane.dealt.halo(b, lane.me), heads) for b in others]
     recvs = [Message(lane.ranks[b], "kv", name, at.parts[b], heads) for b in others]
     return sends, recvs
 
 
-def _return(w: Writer, lane: Lane, at: _Gathered, slices: list[Heads], index: int) -> tuple[list[Message], list[Message]]:
+def _return(
+    w: Writer, lane: Lane, at: _Gathered, slices: list[Heads], index: int
+) -> tuple[list[Message], list[Message]]:
     """The messages that bring the gradients of slice `index` home."""
     if not 0 <= index < len(slices):
         return [], []
     heads, sends, recvs = slices[index], [], []
     for b in range(lane.size):
         if b != lane.me:
-            tokens = lane.halo(b, lane.me)
+            tokens = lane.dealt.halo(b, lane.me)
             name = w.buffer(f"returned{index}.{b}", "grad_kv", tokens, heads, exact=True)
             sends.append(Message(lane.ranks[b], "grad_kv", f"grad_gathered{index}", at.parts[b], heads, exact=True))
             recvs.append(Message(lane.ranks[b], "grad_kv", name, tokens, heads, exact=True))
@@ -107,8 +126,8 @@ def forward(w: Writer, lane: Lane) -> None:
 def _put_in_order(w: Writer, lane: Lane, at: _Gathered, index: int, heads: Heads) -> str:
     """A copy of a slice of the gathered keys, and of the member's own, in the sequence's order."""
     ordered = w.buffer(f"ordered{index}", "kv", at.ordered, heads)
+    w.copy(lane.names["kv"], f"gathered{index}", lane.mine, heads)
     w.copy(f"gathered{index}", ordered, at.tokens, heads)
-    w.copy(lane.names["kv"], ordered, lane.mine, heads)
     w.free(f"gathered{index}")
     return ordered
 

@@ -45,7 +45,7 @@ class HeadGroup:
         return Message(self.ranks[i], kind, buffer, tokens, heads, exact)  # pyright: ignore[reportArgumentType]
 
     def scatter_heads(self, w: Writer, batch: int, kinds: dict[str, str], saved: bool) -> dict[str, str]:
-        """`x[T@inner, H] -> x[T, H@inner]` for each (kind: buffer); returns the buffers that hold the member's heads."""
+        """`x[T@inner, H] -> x[T, H@inner]` for each (kind: buffer); the buffers that then hold the member's heads."""
         sends, recvs, made = [], [], {}
         for kind, source in kinds.items():
             own = self.heads_of(kind, self.me)

@@ -1,7 +1,7 @@
 """Puts a plan together: heads exchanged inside a group where the strategy says so, and an exchange of keys across.
 
-The exchange across runs in a lane (`lane.py`) and is written once, whatever is inside. A double ring is one exchange over
-both levels.
+The exchange across runs in a lane (`lane.py`) and is written once, whatever is inside. A double ring is one exchange
+over both levels.
 """
 
 from collections.abc import Iterable
@@ -9,14 +9,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel.exchange.all_to_all import HeadGroup
-from parallel.exchange.lane import Exchange, Lane, Scene
+from parallel.exchange.lane import Dealt, Exchange, Lane, Scene
 from parallel.plan.ir import AttentionShape, Program
-from parallel.plan.plan import Plan
 from parallel.plan.placement import Placement
+from parallel.plan.plan import Plan
 from parallel.plan.visibility import MaskSpec, Visibility
 from parallel.plan.writer import Writer
 
-FLAT = {"q": "q", "kv": "kv", "acc": "acc", "grad_out": "grad_out", "stats": "stats", "grad_q": "grad_q", "grad_kv": "grad_kv"}
+FLAT = {
+    "q": "q",
+    "kv": "kv",
+    "acc": "acc",
+    "grad_out": "grad_out",
+    "stats": "stats",
+    "grad_q": "grad_q",
+    "grad_kv": "grad_kv",
+}
 HEADED = {name: f"{name}.heads" for name in FLAT} | {"acc": "acc", "stats": "stats"}
 BEFORE, AFTER = -1, -2  # numbers of the batches around the exchange, on a communicator of their own
 
@@ -27,9 +35,13 @@ class Composer:
 
     axes: dict[str, Any]
     placement: Placement
-    scene: Scene
+    dealt: Dealt
     exchange: Exchange | None
     double: bool
+
+    @property
+    def scene(self) -> Scene:
+        return self.dealt.scene
 
     def plan(self, ranks: Iterable[int] | None) -> Plan:
         """Write the programs of `ranks`, or of all. ValueError for a rank outside the cp group."""
@@ -51,11 +63,9 @@ class Composer:
         if group is None:
             lap = mesh.cp_inner if self.double and mesh.cp_inner > 1 and mesh.cp_outer > 1 else mesh.cp
             heads = (0, self.scene.shape.H)
-            return Lane(self.scene, tuple(range(mesh.cp)), self.placement.sets, rank, lap, "cp", heads, FLAT)
+            return Lane(self.dealt, tuple(range(mesh.cp)), rank, lap, "cp", heads, FLAT)
         ranks = tuple(unit * self.placement.split + group.me for unit in range(len(self.placement.units)))
-        return Lane(
-            self.scene, ranks, self.placement.units, group.unit_index, len(ranks), "cp_outer", group.heads[group.me], HEADED
-        )
+        return Lane(self.dealt, ranks, group.unit_index, len(ranks), "cp_outer", group.heads[group.me], HEADED)
 
     def _group(self, rank: int) -> HeadGroup | None:
         return HeadGroup(self.scene, self.placement, rank) if self.placement.split > 1 else None
@@ -130,4 +140,5 @@ def build_plan(
 ) -> Plan:
     """The programs of `ranks` (None: all) under `exchange` across, and heads exchanged inside where units are split."""
     scene = Scene(Visibility(placement.layout, mask), shape, axes.get("head_slices"))
-    return Composer(axes, placement, scene, exchange, axes.get("inner_exchange") == "ring").plan(ranks)
+    dealt = Dealt(scene, placement.units)  # where units are not split, they are the ranks' own sets
+    return Composer(axes, placement, dealt, exchange, axes.get("inner_exchange") == "ring").plan(ranks)

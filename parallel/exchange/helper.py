@@ -29,11 +29,19 @@ def _edge(lane: Lane, queries: int, keys: int, moves: str) -> Edge:
 
 
 def forward(w: Writer, lane: Lane) -> None:
-    pairwise_forward(w, lane, _rounds(lane))
+    pairwise_forward(w, lane, _kept(lane))
 
 
 def backward(w: Writer, lane: Lane) -> None:
-    pairwise_backward(w, lane, _rounds(lane))
+    pairwise_backward(w, lane, _kept(lane))
+
+
+def _kept(lane: Lane) -> Rounds:
+    """The rounds, made once for all members."""
+    kept = lane.dealt.kept
+    if "helper" not in kept:
+        kept["helper"] = _rounds(lane)
+    return kept["helper"]
 
 
 def check(mesh: MeshSpec, shape: AttentionShape, mask: MaskSpec) -> None:

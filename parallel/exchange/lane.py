@@ -7,6 +7,10 @@ whose ranks hold the same heads of whole units of tokens; the exchange does not 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from parallel.plan.ir import AttentionShape, Heads, Message
 from parallel.plan.mesh import MeshSpec
@@ -28,26 +32,65 @@ class Scene:
         return self.sight.mask.window is not None
 
 
+class Dealt:
+    """Tokens dealt to the members of lanes, and what is found out about them once for all ranks.
+
+    `kept` is where an exchange keeps what depends on these sets alone.
+    """
+
+    def __init__(self, scene: Scene, sets: tuple[TokenSet, ...]) -> None:
+        self.scene, self.sets = scene, sets
+        self.kept: dict[Any, Any] = {}
+
+    @cached_property
+    def sees(self) -> NDArray[np.bool_]:
+        """[queries' member, keys' member]: whether some query of one sees some key of the other."""
+        return self.scene.sight.any_of(self.sets, self.sets)
+
+    @cached_property
+    def everything(self) -> TokenSet:
+        """All members' tokens, one member's after the other's."""
+        return TokenSet.concatenate(self.sets)
+
+    def halo(self, queries: int, keys: int) -> TokenSet:
+        """The keys of member `keys` that travel to `queries`: all, or those in the window's reach."""
+        if not self.scene.windowed:
+            return self.sets[keys]
+        found = self.kept.get(("halo", queries, keys))
+        if found is None:
+            found = self.scene.sight.needed_keys(self.sets[queries], self.sets[keys])
+            self.kept["halo", queries, keys] = found
+        return found
+
+
 @dataclass(frozen=True)
 class Lane:
     """Member `me` of a lane.
 
     Attributes:
-        ranks, sets: the members' cp ranks and the tokens that each holds.
+        dealt: the tokens that each member holds.
+        ranks: the members' cp ranks.
         lap_size: members per inner lap where the lane is a double ring; otherwise all of them.
         comm: the communicator of the lane.
         heads: the query heads that the lane works on; its keys are those that these heads need.
         names: buffers that hold q, kv, acc, grad_out, stats, grad_q and grad_kv of the member's own tokens.
     """
 
-    scene: Scene
+    dealt: Dealt
     ranks: tuple[int, ...]
-    sets: tuple[TokenSet, ...]
     me: int
     lap_size: int
     comm: str
     heads: Heads
     names: dict[str, str]
+
+    @property
+    def scene(self) -> Scene:
+        return self.dealt.scene
+
+    @property
+    def sets(self) -> tuple[TokenSet, ...]:
+        return self.dealt.sets
 
     @property
     def size(self) -> int:
@@ -88,13 +131,7 @@ class Lane:
 
     def sees(self, queries: int, keys: int) -> bool:
         """Whether some query of member `queries` sees some key of member `keys`."""
-        return self.scene.sight.any(self.sets[queries], self.sets[keys])
-
-    def halo(self, queries: int, keys: int) -> TokenSet:
-        """The keys of member `keys` that travel to `queries`: all, or those in the window's reach."""
-        if self.scene.windowed:
-            return self.scene.sight.needed_keys(self.sets[queries], self.sets[keys])
-        return self.sets[keys]
+        return bool(self.dealt.sees[queries, keys])
 
 
 Emit = Callable[[Writer, Lane], None]

@@ -1,254 +1,235 @@
 """Keys travel from rank to rank while queries stay (Ring Attention, arXiv 2310.01889), and the double ring.
 
-In a double ring (LoongTrain, arXiv 2406.18485) the lane is a grid of laps: a block of keys makes a lap inside each node,
-and its copy from the start of a lap goes to the next node meanwhile. A plain ring is a grid of one lap.
+In a double ring (LoongTrain, arXiv 2406.18485) the lane is a grid of laps: a block of keys makes a lap inside each
+node, and its copy from the start of a lap goes to the next node meanwhile. A plain ring is a grid of one lap.
 
 A block stops travelling where no later rank sees it, and under a window it carries only what later ranks still need.
 Backward: keys travel again; the gradients of a block follow it from one rank that saw it to the next, in fp32, and the
 last one of a lap sends the lap's sum home, where the sums of all laps are added in order.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections import defaultdict
 
 import numpy as np
 
-from parallel.exchange.lane import Exchange, Lane
-from parallel.plan.ir import Message
-from parallel.plan.tokens import TokenSet, join_spans
+from parallel.exchange.lane import Dealt, Exchange, Lane
+from parallel.plan.ir import Message, Wait
+from parallel.plan.tokens import EMPTY, TokenSet, join_spans
 from parallel.plan.writer import Writer
 
 
-@dataclass(frozen=True)
 class Route:
-    """How block `home` travels: at step lap * hops + hop it lies at member `at(lap, hop)`."""
+    """How block `home` travels through a grid of laps of `hops` members: at (lap, hop) it lies at member `at`."""
 
-    lane: Lane
-    home: int
-
-    @property
-    def hops(self) -> int:
-        return self.lane.lap_size
-
-    @property
-    def laps(self) -> int:
-        return self.lane.size // self.lane.lap_size
+    def __init__(self, dealt: Dealt, hops: int, home: int) -> None:
+        self.dealt, self.hops, self.home = dealt, hops, home
+        self.laps = len(dealt.sets) // hops
+        # the hops of each lap whose member sees the block, its own left out: there gradients come about
+        self.viewers = [
+            [h for h in range(hops) if (lap or h) and dealt.sees[self.at(lap, h), home]] for lap in range(self.laps)
+        ]
+        self.last_lap = max((lap for lap in range(self.laps) if self.viewers[lap]), default=0)
+        self._carried: dict[tuple[int, int], TokenSet] = {}
 
     def at(self, lap: int, hop: int) -> int:
         outer, inner = divmod(self.home, self.hops)
         return (outer + lap) % self.laps * self.hops + (inner + hop) % self.hops
 
-    @cached_property
-    def viewers(self) -> tuple[tuple[int, ...], ...]:
-        """[laps]: the hops of each lap whose rank sees the block; its own rank is not listed."""
-        return tuple(
-            tuple(h for h in range(self.hops) if (lap or h) and self.lane.sees(self.at(lap, h), self.home))
-            for lap in range(self.laps)
-        )
-
-    def last_hop(self, lap: int) -> int:
-        """The last hop of a lap that the block makes; 0 where it only starts there."""
-        return max(self.viewers[lap], default=0)
-
-    @cached_property
-    def last_lap(self) -> int:
-        return max((lap for lap in range(self.laps) if self.viewers[lap]), default=0)
-
-    def carried(self, lap: int, hop: int) -> TokenSet:
-        """What of the block is sent to its place at (lap, hop): what is seen there or later on the way."""
-        tokens = self.lane.sets[self.home]
-        if not self.lane.scene.windowed:
-            return tokens
-        later = [(lap, h) for h in self.viewers[lap] if h >= hop]
-        if hop == 0:
-            later += [(other, h) for other in range(lap + 1, self.laps) for h in self.viewers[other]]
-        spans = [self.lane.scene.sight.reach(self.lane.sets[self.at(*place)]) for place in later]
-        return tokens.clip(join_spans(np.concatenate(spans))) if spans else tokens.cut(0, 0)
-
     def travels(self, lap: int, hop: int) -> bool:
-        """Whether the block comes to (lap, hop) by a message."""
+        """Whether the block comes to (lap, hop) by a message: some member sees it there or later on that way."""
         if hop == 0:
             return 0 < lap <= self.last_lap
-        return hop <= self.last_hop(lap)
+        return bool(self.viewers[lap]) and hop <= self.viewers[lap][-1]
+
+    def carried(self, lap: int, hop: int) -> TokenSet:
+        """What of the block is sent to its place at (lap, hop): what is seen there or later on that way."""
+        tokens = self.dealt.sets[self.home]
+        if not self.dealt.scene.windowed:
+            return tokens
+        found = self._carried.get((lap, hop))
+        if found is None:
+            later = [(lap, h) for h in self.viewers[lap] if h >= hop]
+            if hop == 0:
+                later += [(other, h) for other in range(lap + 1, self.laps) for h in self.viewers[other]]
+            spans = [self.dealt.scene.sight.reach(self.dealt.sets[self.at(*place)]) for place in later]
+            found = tokens.clip(join_spans(np.concatenate(spans))) if spans else EMPTY
+            self._carried[lap, hop] = found
+        return found
 
 
 class _Clock:
-    """The member's view of all routes: which block lies here at a step, and where it came from and goes."""
+    """One member's view of all routes: which block lies here at step lap * hops + hop, and what leaves and comes."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane, self.hops, self.laps = lane, lane.lap_size, lane.size // lane.lap_size
         self.outer, self.inner = divmod(lane.me, lane.lap_size)
         self.steps = self.hops * self.laps
-        nested = self.laps > 1 and self.hops > 1
+        nested = self.laps > 1
         self.hop_comm = "cp_inner" if nested else lane.comm
-        self.lap_comm = "cp_outer" if nested else lane.comm
         self.home_comm = "cp" if nested else lane.comm
+        kept = lane.dealt.kept
+        self.routes: list[Route] = kept.get(("routes", self.hops)) or kept.setdefault(
+            ("routes", self.hops), [Route(lane.dealt, self.hops, home) for home in range(lane.size)]
+        )
+
+    @property
+    def own(self) -> Route:
+        return self.routes[self.lane.me]
 
     def route(self, lap: int, hop: int) -> Route:
-        home = (self.outer - lap) % self.laps * self.hops + (self.inner - hop) % self.hops
-        return Route(self.lane, home)
+        return self.routes[(self.outer - lap) % self.laps * self.hops + (self.inner - hop) % self.hops]
 
     def here(self, step: int) -> tuple[Route, int, int]:
         lap, hop = divmod(step, self.hops)
         return self.route(lap, hop), lap, hop
 
-
-def _buffer(step: int) -> str:
-    return f"kv{step}"
-
-
-def _declare(w: Writer, lane: Lane, name: str, tokens: TokenSet, home: int, kind: str = "kv") -> str:
-    exact = kind == "grad_kv"
-    return w.buffer(name, kind, tokens, lane.key_heads, exact, capacity=lane.sets[home].count)  # pyright: ignore[reportArgumentType]
+    def held(self, step: int) -> str:
+        """The buffer of the keys that lie here at `step`."""
+        return f"kv{step}" if step else self.lane.names["kv"]
 
 
-def _travel(w: Writer, clock: _Clock, step: int, lap: bool) -> tuple[list[Message], list[Message]]:
-    """The transfer that starts with `step`: of the block here to the next hop; or, at a lap's start, to the next lap."""
+def _declare(w: Writer, clock: _Clock, name: str, tokens: TokenSet, home: int, kind: str = "kv") -> str:
     lane = clock.lane
-    route, at_lap, at_hop = clock.here(step)
-    place = (at_lap + 1, 0) if lap else (at_lap, at_hop + 1)
-    arrival = place[0] * clock.hops + place[1]
-    if (lap and at_hop) or place[0] >= clock.laps or place[1] >= clock.hops:
-        return [], []
-    sends, recvs = [], []
-    if route.travels(*place):
-        held = lane.names["kv"] if step == 0 else _buffer(step)
-        sends.append(lane.message(route.at(*place), "kv", held, route.carried(*place)))
-    coming = clock.route(*place)
-    if coming.travels(*place):
-        before = (at_lap, 0) if lap else (at_lap, at_hop)
-        tokens = coming.carried(*place)
-        name = _declare(w, lane, _buffer(arrival), tokens, coming.home)
-        recvs.append(lane.message(coming.at(*before), "kv", name, tokens))
+    return w.buffer(name, kind, tokens, lane.key_heads, kind == "grad_kv", capacity=lane.sets[home].count)  # pyright: ignore[reportArgumentType]
+
+
+Sides = tuple[list[Message], list[Message]]
+
+
+def _move(w: Writer, clock: _Clock, source: tuple[int, int], target: tuple[int, int]) -> Sides:
+    """The messages that bring blocks from their place at `source` = (lap, hop) to `target`."""
+    lane, sends, recvs = clock.lane, [], []
+    leaving, coming = clock.route(*source), clock.route(*target)
+    if leaving.travels(*target):
+        held = clock.held(source[0] * clock.hops + source[1])
+        sends.append(lane.message(leaving.at(*target), "kv", held, leaving.carried(*target)))
+    if coming.travels(*target):
+        tokens = coming.carried(*target)
+        name = _declare(w, clock, clock.held(target[0] * clock.hops + target[1]), tokens, coming.home)
+        recvs.append(lane.message(coming.at(*source), "kv", name, tokens))
     return sends, recvs
+
+
+def _next_hop(w: Writer, clock: _Clock, step: int) -> Sides:
+    lap, hop = divmod(step, clock.hops)
+    return _move(w, clock, (lap, hop), (lap, hop + 1)) if step < clock.steps and hop + 1 < clock.hops else ([], [])
+
+
+def _next_lap(w: Writer, clock: _Clock, lap: int) -> Wait | None:
+    """At a lap's start: the blocks go to the next lap, while this one runs."""
+    if lap + 1 >= clock.laps:
+        return None
+    return w.post(lap, "cp_outer", *_move(w, clock, (lap, 0), (lap + 1, 0)))
+
+
+def _end_lap(w: Writer, clock: _Clock, lap: int, pending: Wait | None) -> None:
+    w.wait(pending)
+    if clock.route(lap, 0).travels(lap, 0):
+        w.free(clock.held(lap * clock.hops))
 
 
 def forward(w: Writer, lane: Lane) -> None:
-    clock = _Clock(lane)
+    """A member's steps: post the next hop, attend the block that lies here, wait."""
+    clock, next_lap = _Clock(lane), None
     for step in range(clock.steps):
         route, lap, hop = clock.here(step)
         if hop == 0:
-            start = step
-            outer = w.post(lap, clock.lap_comm, *_travel(w, clock, step, lap=True)) if clock.laps > 1 else None
-        inner = w.post(step, clock.hop_comm, *_travel(w, clock, step, lap=False)) if clock.hops > 1 else None
+            next_lap = _next_lap(w, clock, lap)
+        next_hop = w.post(step, clock.hop_comm, *_next_hop(w, clock, step))
         if step == 0:
             lane.attend_own(w)
         elif hop in route.viewers[lap]:
-            w.attend(lane.names["q"], _buffer(step), lane.names["acc"], lane.mine, route.carried(lap, hop), lane.heads)
-        w.wait(inner)
+            held, tokens = clock.held(step), route.carried(lap, hop)
+            w.attend(lane.names["q"], held, lane.names["acc"], lane.mine, tokens, lane.heads)
+        w.wait(next_hop)
         if hop and route.travels(lap, hop):
-            w.free(_buffer(step))
+            w.free(clock.held(step))
         if hop == clock.hops - 1:
-            w.wait(outer)
-            if start and clock.here(start)[0].travels(lap, 0):
-                w.free(_buffer(start))
+            _end_lap(w, clock, lap, next_lap)
 
 
 def backward(w: Writer, lane: Lane) -> None:
-    clock = _Clock(lane)
+    """The same, with sums of gradients following the keys; one step more, in which the last sums come home."""
+    clock, next_lap = _Clock(lane), None
+    sums = _Sums(w, clock)
     for step in range(clock.steps + 1):
-        lap, hop = divmod(step, clock.hops)
+        route, lap, hop = clock.here(step)
         within = step < clock.steps
         if within and hop == 0:
-            start = step
-            outer = w.post(lap, clock.lap_comm, *_travel(w, clock, step, lap=True)) if clock.laps > 1 else None
-        sends, recvs = _travel(w, clock, step, lap=False) if within and clock.hops > 1 else ([], [])
-        passed, taken = _pass_on(w, clock, step) if within else ([], [])
-        returned, homed = _return_home(w, clock, step)
-        same = clock.home_comm == clock.hop_comm
-        inner = w.post(
-            step, clock.hop_comm,
-            sends + passed + (returned if same else []), recvs + taken + (homed if same else []),
-        )  # fmt: skip
-        home = None if same else w.post(step, clock.home_comm, returned, homed)
-        if within:
-            _compute(w, clock, step)
-        w.wait(inner, home)
-        _settle(w, clock, step, passed + returned, homed)
+            next_lap = _next_lap(w, clock, lap)
+        sends, recvs = _next_hop(w, clock, step)
+        pending = w.post(step, clock.hop_comm, sends + sums.sends[step], recvs + sums.recvs[step])
+        home = w.post(step, clock.home_comm, sums.returns[step], sums.homes[step]) if clock.laps > 1 else None
+        if step == 0:
+            lane.attend_own_backward(w)
+        elif within and hop in route.viewers[lap]:
+            held, tokens = clock.held(step), route.carried(lap, hop)
+            name = _declare(w, clock, f"grad_kv{step}", tokens, route.home, "grad_kv")
+            lane.backward(w, lane.mine, tokens, kv=held, grad_kv=name)
+        w.wait(pending, home)
+        sums.settle(step)
+        if within and hop and route.travels(lap, hop):
+            w.free(clock.held(step))
         if within and hop == clock.hops - 1:
-            w.wait(outer)
-            if start and clock.here(start)[0].travels(lap, 0):
-                w.free(_buffer(start))
+            _end_lap(w, clock, lap, next_lap)
 
 
-def _compute(w: Writer, clock: _Clock, step: int) -> None:
-    lane = clock.lane
-    route, lap, hop = clock.here(step)
-    if step == 0:
-        lane.attend_own_backward(w)
-    elif hop in route.viewers[lap]:
-        tokens = route.carried(lap, hop)
-        name = _declare(w, lane, f"grad_kv{step}", tokens, route.home, "grad_kv")
-        lane.backward(w, lane.mine, tokens, kv=_buffer(step), grad_kv=name)
+class _Sums:
+    """Where gradients of travelling keys go: per step, what is sent and received, and what is then added.
 
+    Each lap of a block makes one sum, begun by its first viewer. It reaches the next viewer in the batch of that one's
+    own step, and goes home in the batch after the last one's step.
+    """
 
-def _chain(route: Route, lap: int) -> tuple[int, ...]:
-    """The hops of a lap that add to the block's gradient away from home, in order."""
-    return route.viewers[lap]
+    def __init__(self, w: Writer, clock: _Clock) -> None:
+        self.w, self.clock = w, clock
+        self.sends: dict[int, list[Message]] = defaultdict(list)
+        self.recvs: dict[int, list[Message]] = defaultdict(list)
+        self.returns: dict[int, list[Message]] = defaultdict(list)
+        self.homes: dict[int, list[Message]] = defaultdict(list)
+        if clock.home_comm == clock.hop_comm:
+            self.returns, self.homes = self.sends, self.recvs
+        for step in range(1, clock.steps):
+            self._follow(step)
+        for lap, chain in enumerate(clock.own.viewers):
+            if chain:
+                tokens = clock.own.carried(lap, chain[0])
+                name = _declare(w, clock, f"home{lap}", tokens, clock.lane.me, "grad_kv")
+                message = clock.lane.message(clock.own.at(lap, chain[-1]), "grad_kv", name, tokens, exact=True)
+                self.homes[lap * clock.hops + chain[-1] + 1].append(message)
 
+    def _follow(self, step: int) -> None:
+        """What becomes of the sum of the block that lies here at `step`, if this member adds to it."""
+        clock, lane = self.clock, self.clock.lane
+        route, lap, hop = clock.here(step)
+        chain = route.viewers[lap]
+        if hop not in chain:
+            return
+        place, tokens = chain.index(hop), route.carried(lap, chain[0])
+        name = f"sum{step}" if place else f"grad_kv{step}"
+        if place:
+            _declare(self.w, clock, name, tokens, route.home, "grad_kv")
+            before = route.at(lap, chain[place - 1])
+            self.recvs[step].append(lane.message(before, "grad_kv", name, tokens, exact=True))
+        if hop == chain[-1]:
+            self.returns[step + 1].append(lane.message(route.home, "grad_kv", name, tokens, exact=True))
+        else:
+            after = chain[place + 1]
+            message = lane.message(route.at(lap, after), "grad_kv", name, tokens, exact=True)
+            self.sends[lap * clock.hops + after].append(message)
 
-def _sum_name(route: Route, lap: int, hop: int, step: int) -> str:
-    """Where the lap's sum lies after hop `hop`: in what came in, or in the rank's own part where it is the first."""
-    return f"grad_kv{step}" if _chain(route, lap)[0] == hop else f"sum{step}"
-
-
-def _pass_on(w: Writer, clock: _Clock, step: int) -> tuple[list[Message], list[Message]]:
-    """Sums of gradients on their way to the rank that adds its own part at the end of `step`."""
-    lane, (lap, hop) = clock.lane, divmod(step, clock.hops)
-    sends, recvs = [], []
-    route = clock.route(lap, hop)
-    chain = _chain(route, lap)
-    if hop in chain and hop != chain[0]:
-        tokens = route.carried(lap, chain[0])
-        before = chain[chain.index(hop) - 1]
-        name = _declare(w, lane, f"sum{step}", tokens, route.home, "grad_kv")
-        recvs.append(lane.message(route.at(lap, before), "grad_kv", name, tokens, exact=True))
-    for earlier in range(hop):
-        passing = clock.route(lap, earlier)
-        chain = _chain(passing, lap)
-        if earlier in chain and hop in chain and chain.index(hop) == chain.index(earlier) + 1:
-            name = _sum_name(passing, lap, earlier, lap * clock.hops + earlier)
-            tokens = passing.carried(lap, chain[0])
-            sends.append(lane.message(passing.at(lap, hop), "grad_kv", name, tokens, exact=True))
-    return sends, recvs
-
-
-def _return_home(w: Writer, clock: _Clock, step: int) -> tuple[list[Message], list[Message]]:
-    """A lap's sums go home in the batch after the one in which their last part was computed."""
-    lane = clock.lane
-    sends, recvs = [], []
-    if step > 0:
-        route, lap, hop = clock.here(step - 1)
-        chain = _chain(route, lap)
-        if chain and hop == chain[-1]:
-            name = _sum_name(route, lap, hop, step - 1)
-            sends.append(lane.message(route.home, "grad_kv", name, route.carried(lap, chain[0]), exact=True))
-        own = Route(lane, lane.me)
-        chain = _chain(own, lap)
-        if chain and hop == chain[-1]:
-            tokens = own.carried(lap, chain[0])
-            name = _declare(w, lane, f"home{lap}", tokens, lane.me, "grad_kv")
-            recvs.append(lane.message(own.at(lap, hop), "grad_kv", name, tokens, exact=True))
-    return sends, recvs
-
-
-def _settle(w: Writer, clock: _Clock, step: int, sent: list[Message], homed: list[Message]) -> None:
-    """Add what came in, and let go of what was sent and of the keys of the step."""
-    lane = clock.lane
-    for message in homed:
-        w.add(message.buffer, lane.names["grad_kv"])
-        w.free(message.buffer)
-    for message in sent:
-        w.free(message.buffer)
-    if step == clock.steps:
-        return
-    route, lap, hop = clock.here(step)
-    chain = _chain(route, lap)
-    if step and hop in chain and hop != chain[0]:
-        w.add(f"grad_kv{step}", f"sum{step}")
-        w.free(f"grad_kv{step}")
-    if hop and route.travels(lap, hop):
-        w.free(_buffer(step))
+    def settle(self, step: int) -> None:
+        """After the batch of `step`: add what came in, let go of what was sent."""
+        w, clock = self.w, self.clock
+        for message in self.homes[step]:
+            if message.buffer.startswith("home"):  # on a plain ring the batch holds sums on their way, too
+                w.add(message.buffer, clock.lane.names["grad_kv"])
+                w.free(message.buffer)
+        sent = self.sends[step] if self.returns is self.sends else [*self.sends[step], *self.returns[step]]
+        w.free(*(message.buffer for message in sent))
+        if 0 < step < clock.steps and any(m.buffer == f"sum{step}" for m in self.recvs[step]):
+            w.add(f"grad_kv{step}", f"sum{step}")
+            w.free(f"grad_kv{step}")
 
 
 RING = Exchange(forward, backward, "Ring Attention, arXiv 2310.01889; two levels: LoongTrain, arXiv 2406.18485")

@@ -1,4 +1,4 @@
-"""What a schedule is: for every rank a list of steps over named buffers, forward and backward. `docs/plan.md` draws one.
+"""What a schedule is: for every rank a list of steps over named buffers, in each direction. `docs/plan.md` draws one.
 
 A step names token ranges and ranges of heads, never the tokens themselves, so a plan stays small and can be proved
 (`verify`), counted, drawn and executed from the same object. Ranks are numbered within their cp group.
@@ -86,8 +86,7 @@ def width_of(name: str, shape: AttentionShape) -> int:
     return shape.D if name in ("q", "k", "dq", "dk") else shape.Dv
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(NamedTuple):
     """Tokens x heads of one kind on one rank.
 
     Attributes:
@@ -117,8 +116,7 @@ def token_bytes(kind: Kind, heads: Heads, exact: bool, shape: AttentionShape) ->
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """Tokens x heads that travel to or from `peer`, out of or into a buffer; `exact` says how partial fields travel."""
 
     peer: int
@@ -129,8 +127,7 @@ class Message:
     exact: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Post:
+class Post(NamedTuple):
     """Start one grouped batch of messages on a communicator. All ranks of it use the same number for the same batch."""
 
     batch: int
@@ -139,16 +136,14 @@ class Post:
     recvs: tuple[Message, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """Until the batch is done, what it sends must not change and what it receives must not be read."""
 
     batch: int
     comm: str
 
 
-@dataclass(frozen=True, slots=True)
-class Attend:
+class Attend(NamedTuple):
     """Merge attention of `q_tokens` over `k_tokens` for query heads `heads` into the partial result `into`."""
 
     q: str
@@ -159,8 +154,7 @@ class Attend:
     heads: Heads
 
 
-@dataclass(frozen=True, slots=True)
-class Stats:
+class Stats(NamedTuple):
     """What backward needs of a finished partial result: lse, and delta = rowsum(dout * out)."""
 
     partial: str
@@ -168,8 +162,7 @@ class Stats:
     into: str
 
 
-@dataclass(frozen=True, slots=True)
-class AttendBackward:
+class AttendBackward(NamedTuple):
     """Add the gradients of the same block of attention into `into_q` (dq) and `into_kv` (dk, dv)."""
 
     q: str
@@ -183,16 +176,14 @@ class AttendBackward:
     heads: Heads
 
 
-@dataclass(frozen=True, slots=True)
-class Merge:
+class Merge(NamedTuple):
     """Merge a partial result into another by log-sum-exp."""
 
     source: str
     into: str
 
 
-@dataclass(frozen=True, slots=True)
-class Add:
+class Add(NamedTuple):
     """Add tokens x heads of a gradient into another."""
 
     source: str
@@ -201,8 +192,7 @@ class Add:
     heads: Heads
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """Move tokens x heads between two buffers of a rank; their orders of tokens may differ (a reorder)."""
 
     source: str
@@ -211,8 +201,7 @@ class Copy:
     heads: Heads
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
+class Free(NamedTuple):
     """The buffer is not used again."""
 
     buffer: str

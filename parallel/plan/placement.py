@@ -35,6 +35,8 @@ class Placement:
     @cached_property
     def sets(self) -> tuple[TokenSet, ...]:
         """[cp]: each rank's tokens."""
+        if self.split == 1:
+            return self.units
         return tuple(
             unit.cut(i * unit.count // self.split, (i + 1) * unit.count // self.split)
             for unit in self.units

@@ -10,7 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel.plan.ir import (
-    CLASSES, AttendBackward, Attend, AttentionShape, Copy, Message, Post, Program, token_bytes,
+    CLASSES,
+    Attend,
+    AttendBackward,
+    AttentionShape,
+    Copy,
+    Message,
+    Post,
+    Program,
+    token_bytes,
 )  # fmt: skip
 from parallel.plan.placement import Placement
 from parallel.plan.visibility import MaskSpec, Visibility
@@ -103,7 +111,14 @@ class Plan:
         """32 hex digits, equal on all ranks whatever rows they planned; changes with the documents and every axis."""
         digest = hashlib.blake2b(digest_size=16)
         layout = self.placement.layout.hash
-        what = [self.axes, layout, asdict(self.placement.mesh), asdict(self.shape), asdict(self.mask), self.placement.split]
+        what = [
+            self.axes,
+            layout,
+            asdict(self.placement.mesh),
+            asdict(self.shape),
+            asdict(self.mask),
+            self.placement.split,
+        ]
         digest.update(json.dumps(what, sort_keys=True).encode())
         for unit in self.placement.units:
             digest.update(unit.key + b";")

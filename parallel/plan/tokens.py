@@ -1,8 +1,8 @@
 """Ordered sets of tokens as a few ranges, so that a million tokens cost a few numbers.
 
-    >>> tokens = TokenSet.of((0, 4, 1), (9, 15, 2))
-    >>> tokens.count, tokens.expand()
-    (7, array([ 0,  1,  2,  3,  9, 11, 13]))
+>>> tokens = TokenSet.of((0, 4, 1), (9, 15, 2))
+>>> tokens.count, tokens.expand()
+(7, array([ 0,  1,  2,  3,  9, 11, 13]))
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,9 @@ class TokenSet:
         rows = [(r[0], r[1], r[2] if len(r) == 3 else 1) for r in ranges]
         for start, _, stride in rows:
             if start < 0 or stride < 1:
-                raise ValueError(f"range ({start}, ..., stride {stride}) needs a start of 0 or more and a stride of 1 or more")
+                raise ValueError(
+                    f"range ({start}, ..., stride {stride}) needs a start of 0 or more and a stride of 1 or more"
+                )
         return cls.from_array(np.array(rows, np.int64).reshape(-1, 3))
 
     @classmethod

@@ -13,31 +13,34 @@ Pairs are checked in closed form on ranges: memory grows with the tokens, never 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from parallel.plan.coverage import Block, coverage_fault, covered, meets, restrict
 from parallel.plan.ir import (
-    Add, Attend, AttendBackward, Buffer, Copy, Free, Heads, Merge, Message, Post, Program, Stats, Step, Wait, fields_of,
+    Add,
+    Attend,
+    AttendBackward,
+    Buffer,
+    Copy,
+    Free,
+    Heads,
+    Merge,
+    Message,
+    Post,
+    Program,
+    Stats,
+    Step,
+    Wait,
+    fields_of,
 )  # fmt: skip
 from parallel.plan.plan import DIRECTIONS, Plan
 from parallel.plan.tokens import TokenSet
-from parallel.plan.visibility import Visibility
 
 
 class PlanError(ValueError):
     """A plan that must not run."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """One computed block of attention; where it is counted, its pairs are allowed ones only."""
-
-    q_tokens: TokenSet
-    k_tokens: TokenSet
-    heads: Heads  # of queries
 
 
 @dataclass
@@ -149,16 +152,16 @@ class _Machine:
 
     def _read(self, rank: int, name: str, tokens: TokenSet, heads: Heads) -> _Content:
         buffer, content = self._buffer(rank, name), self.content[rank][name]
-        if content.freed or _meets(tokens, heads, content.receiving):
+        if content.freed or meets(tokens, heads, content.receiving):
             raise self.fail(rank, f"{name} is read {'after it was freed' if content.freed else 'while it is received'}")
         self._within(rank, name, buffer, tokens, heads)
-        if not _covered(tokens, heads, content.written):
+        if not covered(tokens, heads, content.written):
             raise self.fail(rank, f"{name} is read where nothing was written")
         return content
 
     def _write(self, rank: int, name: str, tokens: TokenSet, heads: Heads) -> _Content:
         buffer, content = self._buffer(rank, name), self.content[rank][name]
-        if content.freed or _meets(tokens, heads, content.sending) or _meets(tokens, heads, content.receiving):
+        if content.freed or meets(tokens, heads, content.sending) or meets(tokens, heads, content.receiving):
             why = "after it was freed" if content.freed else "while a batch holds it"
             raise self.fail(rank, f"{name} is written {why}")
         if buffer.role == "input" or (self.direction == "backward" and buffer.role == "saved"):
@@ -168,7 +171,7 @@ class _Machine:
 
     def _within(self, rank: int, name: str, buffer: Buffer, tokens: TokenSet, heads: Heads) -> None:
         inside = buffer.heads[0] <= heads[0] < heads[1] <= buffer.heads[1]
-        if not inside or not _covered(tokens, heads, [(buffer.tokens, buffer.heads)]):
+        if not inside or not covered(tokens, heads, [(buffer.tokens, buffer.heads)]):
             raise self.fail(rank, f"{name} does not hold {tokens} x heads {heads}")
 
     def _free(self, rank: int, step: Free) -> None:
@@ -222,11 +225,15 @@ class _Machine:
         content = self._write(rank, into, tokens, heads)
         if add:
             self._fill_sums(rank, into)
-        elif self._buffer(rank, source).exact and not self._buffer(rank, into).exact and self._buffer(rank, into).kind == "kv":
+        elif (
+            self._buffer(rank, source).exact
+            and not self._buffer(rank, into).exact
+            and self._buffer(rank, into).kind == "kv"
+        ):
             raise self.fail(rank, f"{source} would be rounded on its way into {into}")
         else:
             content.written.append((tokens, heads))
-        content.blocks += _restrict(held.blocks, tokens, heads)
+        content.blocks += restrict(held.blocks, tokens, heads)
 
     def _touch_sum(self, rank: int, name: str) -> None:
         if self.programs[rank].buffers[name].role != "input":
@@ -242,7 +249,9 @@ class _Machine:
             self._check_message(rank, message)
             if self._buffer(rank, message.buffer).kind in SUMS:
                 self._touch_sum(rank, message.buffer)
-            self._read(rank, message.buffer, message.tokens, message.heads).sending.append((message.tokens, message.heads))
+            self._read(rank, message.buffer, message.tokens, message.heads).sending.append(
+                (message.tokens, message.heads)
+            )
         for message in step.recvs:
             self._check_message(rank, message)
             held = self._write(rank, message.buffer, message.tokens, message.heads)
@@ -298,7 +307,7 @@ class _Machine:
         where = (*key, rank, message.peer, number)
         if where not in self.snapshots:
             held = self.content[rank][message.buffer]
-            copied = _Content(blocks=_restrict(held.blocks, message.tokens, message.heads))
+            copied = _Content(blocks=restrict(held.blocks, message.tokens, message.heads))
             self.snapshots[where] = (message, copied)
 
     def _receive(self, rank: int, key: tuple[str, int], number: int, message: Message) -> None:
@@ -342,45 +351,6 @@ def _short(step: Step | str) -> str:
     return f"{type(step).__name__} {' '.join(shown)}"
 
 
-def _covered(tokens: TokenSet, heads: Heads, parts: Iterable[tuple[TokenSet, Heads]]) -> bool:
-    """Whether tokens x heads lie within the union of `parts`."""
-    parts = list(parts)
-    if any(p == tokens and h[0] <= heads[0] and heads[1] <= h[1] for p, h in parts):
-        return True
-    wanted = tokens.expand()
-    for head in range(heads[0], heads[1]):
-        held = [p.expand() for p, h in parts if h[0] <= head < h[1]]
-        if not held or not np.isin(wanted, np.concatenate(held)).all():
-            return False
-    return True
-
-
-def _meets(tokens: TokenSet, heads: Heads, parts: list[tuple[TokenSet, Heads]]) -> bool:
-    """Whether tokens x heads share anything with one of `parts`."""
-    return any(
-        max(heads[0], h[0]) < min(heads[1], h[1]) and (p == tokens or _common(p, tokens).count > 0) for p, h in parts
-    )
-
-
-def _restrict(
-    blocks: list[tuple[Block, TokenSet, Heads]], tokens: TokenSet, heads: Heads
-) -> list[tuple[Block, TokenSet, Heads]]:
-    """What of the blocks lies in tokens x heads."""
-    kept = []
-    for block, held, held_heads in blocks:
-        both = (max(heads[0], held_heads[0]), min(heads[1], held_heads[1]))
-        if both[0] < both[1]:
-            common = held if held == tokens else _common(held, tokens)
-            if common.count:
-                kept.append((block, common, both))
-    return kept
-
-
-def _common(a: TokenSet, b: TokenSet) -> TokenSet:
-    both = np.intersect1d(a.expand(), b.expand(), assume_unique=True)
-    return TokenSet.from_array(np.stack([both, both + 1, np.ones_like(both)], 1))
-
-
 def _check_results(plan: Plan, machine: _Machine, what: str, of_queries: bool) -> None:
     """Every owner's result holds each allowed pair of its tokens exactly once, for each head."""
     sight = plan.sight
@@ -391,64 +361,6 @@ def _check_results(plan: Plan, machine: _Machine, what: str, of_queries: bool) -
         full = (0, plan.shape.H if of_queries else plan.shape.Hkv)
         if buffer.tokens != own or buffer.heads != full:
             raise PlanError(f"rank {program.rank}: {what} covers {buffer.tokens} x {buffer.heads}, not {own} x {full}")
-        fault = _coverage_fault(sight, own, full, content.blocks, of_queries, plan.shape.group)
+        fault = coverage_fault(sight, own, full, content.blocks, of_queries, plan.shape.group)
         if fault:
             raise PlanError(f"{machine.direction}, rank {program.rank}, {what}: {fault}")
-
-
-def _coverage_fault(
-    sight: Visibility,
-    own: TokenSet,
-    heads: Heads,
-    blocks: list[tuple[Block, TokenSet, Heads]],
-    of_queries: bool,
-    group: int,
-) -> str | None:
-    """Why the blocks do not cover each allowed pair of `own` once, or None."""
-    total = sight.layout.total_tokens
-    # each query head on its own; tokens that the same blocks touch are checked together
-    for query_head in range(heads[0], heads[1]) if of_queries else range(heads[0] * group, heads[1] * group):
-        held_head = query_head if of_queries else query_head // group
-        chosen = [
-            (block, held)
-            for block, held, part in blocks
-            if part[0] <= held_head < part[1] and block.heads[0] <= query_head < block.heads[1]
-        ]
-        for tokens, family in _families(own, [held for _, held in chosen], total):
-            count = np.zeros(total, np.int32)
-            for index in family:
-                block = chosen[index][0]
-                other = block.k_tokens if of_queries else block.q_tokens
-                for start, stop, stride in other.ranges.tolist():
-                    count[start:stop:stride] += 1
-            fault = _count_fault(sight, tokens, count, of_queries)
-            if fault:
-                return f"head {query_head}: {fault}"
-    return None
-
-
-def _families(own: TokenSet, held: list[TokenSet], total: int) -> list[tuple[TokenSet, list[int]]]:
-    """`own` in parts whose tokens lie in the same sets of `held`, each with the indices of those sets."""
-    if all(tokens == own for tokens in held):
-        return [(own, list(range(len(held))))] if own.count else []
-    at = own.expand()
-    member: NDArray[np.bool_] = np.zeros((len(held), len(at)), bool)
-    for row, tokens in enumerate(held):
-        member[row] = np.isin(at, tokens.expand(), assume_unique=True)
-    patterns, which = np.unique(member, axis=1, return_inverse=True)
-    parts = []
-    for column in range(patterns.shape[1]):
-        chosen = at[which.reshape(-1) == column]
-        tokens = TokenSet.from_array(np.stack([chosen, chosen + 1, np.ones_like(chosen)], 1))
-        parts.append((tokens, np.flatnonzero(patterns[:, column]).tolist()))
-    return parts
-
-
-def _count_fault(sight: Visibility, tokens: TokenSet, count: NDArray[np.int32], of_queries: bool) -> str | None:
-    for first, stop in sight.reach(tokens, as_queries=of_queries).tolist():
-        wrong = np.flatnonzero(count[first:stop] != 1)
-        if wrong.size:
-            other = first + int(wrong[0])
-            sides = ("queries", "key") if of_queries else ("keys", "query")
-            return f"{sides[0]} {tokens} meet {sides[1]} {other} {count[other]} times"
-    return None

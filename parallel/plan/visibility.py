@@ -8,6 +8,7 @@ is not causal. Padding sees nothing and nobody sees it.
     13
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -32,7 +33,9 @@ class MaskSpec:
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
-            raise ValueError(f"window={self.window} hides a query's own position; use at least 1, or None for no window")
+            raise ValueError(
+                f"window={self.window} hides a query's own position; use at least 1, or None for no window"
+            )
 
     @property
     def before(self) -> int:
@@ -113,6 +116,20 @@ class Visibility:
             at = np.searchsorted(kdoc, qdoc).clip(max=max(len(kdoc) - 1, 0))
             return len(kdoc) > 0 and bool(((kdoc[at] == qdoc) & (kfirst[at] <= qlast)).any())
         return self.needed_keys(queries, keys).count > 0
+
+    def any_of(self, queries: Sequence[TokenSet], keys: Sequence[TokenSet]) -> NDArray[np.bool_]:
+        """[queries, keys]: `any` of each pair of ascending sets."""
+        if self.mask.window is not None or not self.mask.causal:
+            return np.array([[self.any(q, k) for k in keys] for q in queries], bool).reshape(len(queries), len(keys))
+        first = np.full((len(keys), self.layout.num_documents), UNBOUNDED)
+        last = np.full((len(queries), self.layout.num_documents), -1)
+        for row, tokens in enumerate(keys):
+            document, start, _ = self._document_edges(tokens)
+            first[row, document] = start
+        for row, tokens in enumerate(queries):
+            document, _, stop = self._document_edges(tokens)
+            last[row, document] = stop
+        return np.array([(first <= row).any(1) for row in last], bool).reshape(len(queries), len(keys))
 
     def _document_edges(self, tokens: TokenSet) -> tuple[Ints, Ints, Ints]:
         """(documents, first token in each, last token in each) of an ascending set."""
@@ -199,7 +216,9 @@ def _split(parts: Segments, which: NDArray[np.bool_]) -> Segments:
     within = np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n)
     alone = which[row]
     start = parts.start[row] + np.where(alone, within * parts.stride[row], 0)
-    return Segments(parts.document[row], start, np.where(alone, 1, parts.stride[row]), np.where(alone, 1, parts.size[row]))
+    return Segments(
+        parts.document[row], start, np.where(alone, 1, parts.stride[row]), np.where(alone, 1, parts.size[row])
+    )
 
 
 def _rows(parts: Segments, which: NDArray[np.bool_] | Ints) -> Segments:

@@ -4,7 +4,20 @@ from collections.abc import Iterable
 from typing import Literal
 
 from parallel.plan.ir import (
-    Add, Attend, AttendBackward, Buffer, Copy, Free, Heads, Kind, Merge, Message, Post, Program, Stats, Wait,
+    Add,
+    Attend,
+    AttendBackward,
+    Buffer,
+    Copy,
+    Free,
+    Heads,
+    Kind,
+    Merge,
+    Message,
+    Post,
+    Program,
+    Stats,
+    Wait,
 )  # fmt: skip
 from parallel.plan.tokens import TokenSet
 
@@ -25,15 +38,16 @@ class Writer:
         role: Literal["input", "saved", "result", "temporary"] = "temporary",
         capacity: int | None = None,
     ) -> str:
-        """Declare a buffer; a second declaration of the same name must agree. `capacity` is its tokens by default."""
-        made = Buffer(kind, tokens, heads, exact, role, tokens.count if capacity is None else capacity)
-        known = self.program.buffers.setdefault(name, made)
-        assert known == made, f"buffer {name} is declared twice: {known} and {made}"
+        """Declare a buffer, once. `capacity` is its tokens by default."""
+        assert name not in self.program.buffers, f"buffer {name} is declared twice"
+        room = tokens.count if capacity is None else capacity
+        self.program.buffers[name] = Buffer(kind, tokens, heads, exact, role, room)
         return name
 
     def post(self, batch: int, comm: str, sends: Iterable[Message], recvs: Iterable[Message]) -> Wait | None:
         """Start a batch; None where it holds no message."""
-        some_sends, some_recvs = (tuple(m for m in side if _holds(m.tokens, m.heads)) for side in (sends, recvs))
+        some_sends = tuple([m for m in sends if m.tokens.count and m.heads[1] > m.heads[0]])
+        some_recvs = tuple([m for m in recvs if m.tokens.count and m.heads[1] > m.heads[0]])
         if not some_sends and not some_recvs:
             return None
         self.program.steps.append(Post(batch, comm, some_sends, some_recvs))

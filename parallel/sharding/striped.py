@@ -1,4 +1,4 @@
-"""Every n-th token to the same rank, which balances any causal mask to within a stripe (Striped Attention, arXiv 2311.09431)."""
+"""Every n-th token to the same rank, which balances long causal documents (Striped Attention, arXiv 2311.09431)."""
 
 from parallel.plan.layout import PackedLayout
 from parallel.plan.tokens import TokenSet

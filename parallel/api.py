@@ -1,0 +1,168 @@
+"""The public face of parallel: attention over a sequence that is split among ranks.
+
+On real ranks:
+
+    cp = ContextParallel(load_strategy("usp"), mesh, Groups(mesh, rank), rank)
+    cp.bind(layout, shape)                                 # once a batch: plan, masks
+    out = cp.attention(cp.shard(q), cp.shard(k), cp.shard(v))   # in every layer; differentiable
+    whole = cp.unshard(out)
+
+In one process, to see that a plan is right: `run_loopback(plan, q, k, v, dout)`.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.rounds import choose_rounds
+from parallel.attention import Engine, planned_attention
+from parallel.bind import DTYPES, BoundPlan
+from parallel.comm import Recorder, TorchTransport, gather_uneven
+from parallel.executor import Options
+from parallel.groups import Groups
+from parallel.loopback import LoopbackResult, run_loopback
+from parallel.plan.ir import AttentionShape
+from parallel.plan.layout import PackedLayout
+from parallel.plan.mesh import MeshSpec
+from parallel.plan.placement import Placement
+from parallel.plan.visibility import MaskSpec
+from parallel.pool import BufferPool
+from parallel.strategy import Strategy, load_strategy
+
+__all__ = ["ContextParallel", "LoopbackResult", "load_strategy", "run_loopback"]
+
+
+class LayerContext(Protocol):
+    """What a layer tells its attention (`models.attend.AttentionContext`)."""
+
+    @property
+    def layer(self) -> int: ...
+    @property
+    def window(self) -> int | None: ...
+    @property
+    def softmax_scale(self) -> float: ...
+    @property
+    def softcap(self) -> float | None: ...
+    @property
+    def sink(self) -> Tensor | None: ...
+
+
+class ContextParallel:
+    """One rank's attention under a strategy. `bind` it to each batch, then call it in every layer.
+
+    Args:
+        rank: the world rank.
+        backend: a key of kernels.api.BACKENDS, or auto.
+    """
+
+    def __init__(self, strategy: Strategy, mesh: MeshSpec, groups: Groups, rank: int, backend: str = "auto") -> None:
+        self.strategy, self.mesh, self.groups, self.backend = strategy, mesh, groups, backend
+        self.rank = mesh.cp_index(rank)
+        self.recorder = Recorder()
+        self.transport = TorchTransport(groups, self.rank)
+        self._pools: dict[torch.device, BufferPool] = {}
+        self._bound: dict[int | None, BoundPlan] = {}
+        self._engine: Engine | None = None
+        self._placement: Placement | None = None
+        self._index = torch.zeros(0, dtype=torch.int64)
+
+    def bind(
+        self,
+        layout: PackedLayout,
+        shape: AttentionShape,
+        windows: Sequence[int | None] = (None,),
+        device: torch.device | str = "cpu",
+        causal: bool = True,
+    ) -> None:
+        """Plan this rank's steps for a batch, one plan for each distinct window among the layers.
+
+        Every rank of the cp group must bind the same layout.
+
+        Raises:
+            ValueError: what the strategy refuses, the same on every rank, before anything is sent.
+        """
+        device = torch.device(device)
+        placement = self.strategy.shard(layout, self.mesh)
+        self._bound = {}
+        for window in dict.fromkeys(windows):
+            plan = self.strategy.plan(placement, shape, MaskSpec(causal, window), ranks=[self.rank])
+            self._bound[window] = BoundPlan(plan, self.rank, device)
+        self._placement = placement
+        self._index = torch.from_numpy(placement.sets[self.rank].expand()).to(device)
+        pool = self._pools.setdefault(device, BufferPool(device))
+        rounds = choose_rounds(self.backend, torch.empty(0, 1, 1, dtype=DTYPES[shape.dtype], device=device))
+        self._engine = Engine(self.transport, pool, rounds, self.recorder)
+
+    @property
+    def placement(self) -> Placement:
+        """Who owns which tokens of the bound batch. ValueError before `bind`."""
+        if self._placement is None:
+            raise ValueError("no batch is bound; call bind(layout, shape) first")
+        return self._placement
+
+    def shard(self, x: Tensor) -> Tensor:
+        """This rank's tokens of `x[T, ...]`, in the order in which `attention` takes them.
+
+        Raises:
+            ValueError: another number of tokens than the bound batch has.
+        """
+        total = self.placement.layout.total_tokens
+        if x.shape[0] != total:
+            raise ValueError(f"x has {x.shape[0]} tokens and the bound batch {total}; shard whole batches, once")
+        return x[self._index.to(x.device)]
+
+    def unshard(self, x: Tensor) -> Tensor:
+        """All ranks' `x[t, ...]` put together in the sequence's order, on every rank; not differentiable.
+
+        Raises:
+            ValueError: another number of tokens than this rank owns.
+        """
+        sets = self.placement.sets
+        if x.shape[0] != sets[self.rank].count:
+            raise ValueError(f"x has {x.shape[0]} tokens, and rank {self.rank} owns {sets[self.rank].count}")
+        parts = gather_uneven(x.detach(), [tokens.count for tokens in sets], self.groups.get("cp"))
+        whole = x.new_empty(self.placement.layout.total_tokens, *x.shape[1:])
+        for tokens, part in zip(sets, parts):
+            whole[torch.from_numpy(tokens.expand()).to(x.device)] = part
+        return whole
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        window: int | None = None,
+        softmax_scale: float | None = None,
+        softcap: float | None = None,
+        sink: Tensor | None = None,
+    ) -> Tensor:
+        """`q[t, H, D], k[t, Hkv, D], v[t, Hkv, Dv] -> out[t, H, Dv]` over the whole sequence, for this rank's tokens.
+
+        Raises:
+            ValueError: no batch is bound, or no plan was made for the window, or tensors of another shape.
+        """
+        if self._engine is None or window not in self._bound:
+            raise ValueError(
+                f"no plan for window {window}; bind(layout, shape, windows=[...]) made {list(self._bound)}"
+            )
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+        return planned_attention(self._engine, self._bound[window], q, k, v, Options(scale, softcap, sink))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ctx: LayerContext) -> Tensor:
+        """As `models.attend.Attend`."""
+        return self.attention(
+            q, k, v, window=ctx.window, softmax_scale=ctx.softmax_scale, softcap=ctx.softcap, sink=ctx.sink
+        )
+
+    def work(self) -> float:
+        """Allowed pairs that this rank computes in the bound batch, all windows, a head's pair counting 1 / H."""
+        return sum(float(bound.plan.work[0]) for bound in self._bound.values())
+
+    def take_bytes(self) -> dict[str, int]:
+        """`{"kv/intra": bytes, ...}` sent or copied by this rank since the last call."""
+        found = self.recorder.by_link(self.mesh, self.groups.cp_ranks)
+        self.recorder.bytes.clear()
+        return found

@@ -1,0 +1,117 @@
+"""Sets of tokens and heads held against each other: is this covered, and does it meet every pair exactly once?"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallel.plan.ir import Heads
+from parallel.plan.tokens import TokenSet
+from parallel.plan.visibility import Visibility
+
+
+@dataclass(frozen=True)
+class Block:
+    """One computed block of attention; where it is counted, its pairs are allowed ones only."""
+
+    q_tokens: TokenSet
+    k_tokens: TokenSet
+    heads: Heads  # of queries
+
+
+def covered(tokens: TokenSet, heads: Heads, parts: Iterable[tuple[TokenSet, Heads]]) -> bool:
+    """Whether tokens x heads lie within the union of `parts`."""
+    parts = list(parts)
+    if any(p == tokens and h[0] <= heads[0] and heads[1] <= h[1] for p, h in parts):
+        return True
+    wanted = tokens.expand()
+    for head in range(heads[0], heads[1]):
+        held = [p.expand() for p, h in parts if h[0] <= head < h[1]]
+        if not held or not np.isin(wanted, np.concatenate(held)).all():
+            return False
+    return True
+
+
+def meets(tokens: TokenSet, heads: Heads, parts: list[tuple[TokenSet, Heads]]) -> bool:
+    """Whether tokens x heads share anything with one of `parts`."""
+    return any(
+        max(heads[0], h[0]) < min(heads[1], h[1]) and (p == tokens or _common(p, tokens).count > 0) for p, h in parts
+    )
+
+
+def restrict(
+    blocks: list[tuple[Block, TokenSet, Heads]], tokens: TokenSet, heads: Heads
+) -> list[tuple[Block, TokenSet, Heads]]:
+    """What of the blocks lies in tokens x heads."""
+    kept = []
+    for block, held, held_heads in blocks:
+        both = (max(heads[0], held_heads[0]), min(heads[1], held_heads[1]))
+        if both[0] < both[1]:
+            common = held if held == tokens else _common(held, tokens)
+            if common.count:
+                kept.append((block, common, both))
+    return kept
+
+
+def _common(a: TokenSet, b: TokenSet) -> TokenSet:
+    both = np.intersect1d(a.expand(), b.expand(), assume_unique=True)
+    return TokenSet.from_array(np.stack([both, both + 1, np.ones_like(both)], 1))
+
+
+def coverage_fault(
+    sight: Visibility,
+    own: TokenSet,
+    heads: Heads,
+    blocks: list[tuple[Block, TokenSet, Heads]],
+    of_queries: bool,
+    group: int,
+) -> str | None:
+    """Why the blocks do not cover each allowed pair of `own` once, or None."""
+    total = sight.layout.total_tokens
+    # each query head on its own; tokens that the same blocks touch are checked together
+    for query_head in range(heads[0], heads[1]) if of_queries else range(heads[0] * group, heads[1] * group):
+        held_head = query_head if of_queries else query_head // group
+        chosen = [
+            (block, held)
+            for block, held, part in blocks
+            if part[0] <= held_head < part[1] and block.heads[0] <= query_head < block.heads[1]
+        ]
+        for tokens, family in _families(own, [held for _, held in chosen], total):
+            count = np.zeros(total, np.int32)
+            for index in family:
+                block = chosen[index][0]
+                other = block.k_tokens if of_queries else block.q_tokens
+                for start, stop, stride in other.ranges.tolist():
+                    count[start:stop:stride] += 1
+            fault = _count_fault(sight, tokens, count, of_queries)
+            if fault:
+                return f"head {query_head}: {fault}"
+    return None
+
+
+def _families(own: TokenSet, held: list[TokenSet], total: int) -> list[tuple[TokenSet, list[int]]]:
+    """`own` in parts whose tokens lie in the same sets of `held`, each with the indices of those sets."""
+    if all(tokens == own for tokens in held):
+        return [(own, list(range(len(held))))] if own.count else []
+    at = own.expand()
+    member: NDArray[np.bool_] = np.zeros((len(held), len(at)), bool)
+    for row, tokens in enumerate(held):
+        member[row] = np.isin(at, tokens.expand(), assume_unique=True)
+    patterns, which = np.unique(member, axis=1, return_inverse=True)
+    parts = []
+    for column in range(patterns.shape[1]):
+        chosen = at[which.reshape(-1) == column]
+        tokens = TokenSet.from_array(np.stack([chosen, chosen + 1, np.ones_like(chosen)], 1))
+        parts.append((tokens, np.flatnonzero(patterns[:, column]).tolist()))
+    return parts
+
+
+def _count_fault(sight: Visibility, tokens: TokenSet, count: NDArray[np.int32], of_queries: bool) -> str | None:
+    for first, stop in sight.reach(tokens, as_queries=of_queries).tolist():
+        wrong = np.flatnonzero(count[first:stop] != 1)
+        if wrong.size:
+            other = first + int(wrong[0])
+            sides = ("queries", "key") if of_queries else ("keys", "query")
+            return f"{sides[0]} {tokens} meet {sides[1]} {other} {count[other]} times"
+    return None
