@@ -89,7 +89,7 @@ class Trainer:
             console.print(notice, highlight=False, markup=False)
         self.loader, self.held_out = team.together(lambda: open_loaders(config))
         self.model = Decoder(config.model, seed=config.run.seed).to(self.device)
-        self.share = Share(self.model, team, config.strategy.weights)
+        self.share = Share(self.model, team, config.strategy)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.counters, self.step = Counters(), 0
         self.stopped_by: str | None = None  # the signal that all ranks agreed to stop at
@@ -148,7 +148,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         found = forward_backward(self.model, batch, self.config.run.accumulate, self.config.run.precision, self.share)
-        losses, signals, peaks = self.team.gather([found.loss, self.stop.number, peak_memory_bytes(self.device)]).T
+        figures = self.share.take_figures()
+        mine = [found.loss, self.stop.number, peak_memory_bytes(self.device), *figures.values()]
+        losses, signals, peaks, work, *sent = self.team.gather(mine).T
         loss = float(losses.sum())
         self._note_stop(signals)
         norm = float(gradient_norm(self.model, self.config.optim.clip_norm))
@@ -165,6 +167,8 @@ class Trainer:
             "train/grad_norm": norm,
             "train/lr": lr,
             "mem/peak_bytes": int(peaks.max()),
+            "plan/imbalance": float(work.max() / work.mean()) if work.any() else 1.0,
+            **{name: int(sizes.sum()) for name, sizes in zip(list(figures)[1:], sent) if sizes.any()},
             **self._measures(batch, time.perf_counter() - began),
         }
         values |= self._evaluation()
@@ -225,6 +229,7 @@ class Trainer:
         stop = self._signalled if self.step != run.steps else lambda: False
         with self.team.patience():
             result = evaluate(self.model, self.held_out, run.precision, stop, self.share)
+        self.share.take_figures()  # a step's figures leave the evaluation's out
         if result is None:
             return {}
         values: dict[str, float | None] = {"eval/loss": result.loss}

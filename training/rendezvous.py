@@ -173,7 +173,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def _differing(first: dict, other: dict, prefix: str = "") -> Iterator[str]:
-    for key in first.keys() | other.keys():
+    for key in sorted(first.keys() | other.keys()):
         a, b = first.get(key), other.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
             yield from _differing(a, b, f"{prefix}{key}.")

@@ -8,8 +8,14 @@ from torch import Tensor, nn
 from data.batch import IGNORE, PackedBatch
 from models.attend import Attend, local_attend
 from models.decoder import Decoder
+from parallel.api import ContextParallel
 from parallel.data_parallel import parallelise, settle
+from parallel.plan.ir import AttentionShape
+from parallel.strategy import Strategy
+from training.config import Precision
 from training.rendezvous import Team
+
+DTYPES = {torch.float32: "fp32", torch.float64: "fp64"}
 
 
 class TokenLosses(nn.Module):
@@ -39,48 +45,67 @@ class Share:
 
     Args:
         model: whole weights, the same on every rank; sharded in place where the strategy says so.
-        weights: `strategy.weights`.
+        strategy: how the ranks of a replica share its tokens, and all ranks the weights.
     """
 
-    def __init__(self, model: Decoder, team: Team | None = None, weights: str = "replicated") -> None:
+    def __init__(self, model: Decoder, team: Team | None = None, strategy: Strategy | None = None) -> None:
         self.model, self.team = model, team
         self.device = next(model.parameters()).device
-        self.replicas = team.mesh.dp if team else 1
-        self.replica = team.mesh.coordinates(team.rank).dp if team else 0
-        group = team.groups.get("dp_cp") if team else None
-        self.module = parallelise(TokenLosses(model), model.layers, weights, group)
-        settle(self.module, self._zero_loss)
+        self.replicas, self.replica, self.context = 1, 0, None
+        self.module: nn.Module = TokenLosses(model)
+        self._work = 0.0
+        if team and strategy:
+            mesh = team.mesh
+            self.replicas, self.replica = mesh.dp, mesh.coordinates(team.rank).dp
+            if mesh.cp > 1:
+                self.context = ContextParallel(strategy, mesh, team.groups, team.rank, model.config.attention)
+            self.module = parallelise(self.module, model.layers, strategy.weights, team.groups.get("dp_cp"))
+            settle(self.module, self._zero_loss)
 
     def _zero_loss(self) -> Tensor:
         zero = torch.zeros(1, dtype=torch.long, device=self.device)
-        config = self.model.config
-        attend = local_attend([0], [1], 1, config.layer_windows(), self.device, config.attention)
+        attend = local_attend([0], [1], 1, self.model.config.layer_windows(), self.device, self.model.config.attention)
         return self.module(zero, zero, zero + IGNORE, attend).sum()
 
     def micro_batches(self, batch: PackedBatch, accumulate: int = 1) -> list[PackedBatch]:
         """This replica's rows, in `accumulate` parts; the i-th parts of all replicas are one process's i-th."""
         return batch.micro_batches(accumulate * self.replicas)[self.replica :: self.replicas]
 
-    def part(self, micro: PackedBatch) -> Part:
+    def part(self, micro: PackedBatch, precision: Precision) -> Part:
         """This rank's tokens of one of `micro_batches`; valid until the next call."""
         layout, config = micro.layout, self.model.config
         self.model.check_lengths(int(layout.lengths.max(initial=0)))
-        attend = local_attend(
-            layout.starts.tolist(),
-            layout.stops.tolist(),
-            layout.total_tokens,
-            config.layer_windows(),
-            device=self.device,
-            backend=config.attention,
-        )
-        tokens, positions, labels = (t.flatten().to(self.device) for t in (micro.tokens, micro.positions, micro.labels))
+        windows = config.layer_windows()
+        whole = [t.flatten() for t in (micro.tokens, micro.positions, micro.labels)]
+        if self.context is None:
+            spans = layout.starts.tolist(), layout.stops.tolist(), layout.total_tokens
+            attend: Attend = local_attend(*spans, windows, self.device, config.attention)
+            self._work += sum(layout.pairs(window=w) for w in set(windows))
+        else:
+            attend = self.context
+            dtype = "bf16" if precision is Precision.bf16 else DTYPES[next(self.model.parameters()).dtype]
+            shape = AttentionShape(config.heads, config.kv_heads, config.head_dim, config.head_dim, dtype)
+            self.context.bind(layout, shape, windows, self.device)
+            # whole sequences are cut only here: labels and positions, made before, lose nothing at a boundary
+            whole = [self.context.shard(t) for t in whole]
+            self._work += self.context.work()
+        tokens, positions, labels = (t.to(self.device) for t in whole)
         return Part(tokens, positions, labels, attend)
 
     def bad_documents(self, micro: PackedBatch, nll: Tensor) -> list[str]:
-        """Names of the documents of which this rank holds a token with a loss that is not finite."""
+        """Names of the documents of which this rank holds a token of the last `part` with a loss that is not finite."""
         ids = torch.from_numpy(micro.layout.document_ids())
+        if self.context is not None:
+            ids = self.context.shard(ids)
         found = ids[~torch.isfinite(nll).cpu()].unique().tolist()
         return [micro.documents[index].name for index in found if index >= 0]
+
+    def take_figures(self) -> dict[str, float]:
+        """Since the last call: `work`, the allowed pairs that attention covered here, a layer of each window; and the
+        bytes that exchanges moved from here, by metric. The same keys on every rank."""
+        work, self._work = self._work, 0.0
+        sent = self.context.take_bytes() if self.context else {}
+        return {"work": work, **{f"comm/bytes/{key}": float(size) for key, size in sent.items()}}
 
     def total(self, value: float) -> float:
         """The sum of every rank's `value`."""

@@ -29,7 +29,7 @@ class StepLoss:
 
 def token_losses(share: Share, micro: PackedBatch, precision: Precision) -> Tensor:
     """Negative log-likelihood in nats of this rank's tokens of `micro`, fp32; 0 where the label is ignored."""
-    part = share.part(micro)
+    part = share.part(micro, precision)
     with autocast(share.device, precision):
         return share.module(part.tokens, part.positions, part.labels, part.attend)
 

@@ -24,7 +24,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 60.0  # seconds for a job
+START = 120.0  # seconds for a process to load torch
+READY = b"ready"
+TIMEOUT = 120.0  # seconds for a job
 COLLECTIVE = 30  # seconds for a collective in it
 GRACE = 2.0  # seconds that the other ranks get to say what they saw of a failure
 
@@ -54,8 +56,11 @@ class RankPool:
         """
         if not 1 <= world <= self.size:
             raise ValueError(f"world={world}, and the pool holds {self.size} ranks; start a RankPool({world})")
-        while len(self._ranks) < world:
-            self._start()
+        fresh = [self._start() for _ in range(world - len(self._ranks))]
+        for connection in fresh:
+            if not connection.poll(START) or connection.recv_bytes() != READY:
+                self.close()
+                raise JobFailed(f"a rank of the pool did not start within {START} s")
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world):
                 orders = (rank, world, str(Path(folder) / "meet"), job, arguments)
@@ -79,12 +84,13 @@ class RankPool:
             process.join()
         self._ranks = []
 
-    def _start(self) -> None:
+    def _start(self) -> Connection:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
         self._ranks.append((process, ours))
+        return ours
 
     def _collect(self, world: int, deadline: float) -> dict[int, tuple[bool, Any, float]]:
         answers: dict[int, tuple[bool, Any, float]] = {}
@@ -110,6 +116,7 @@ def _serve(connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    connection.send_bytes(READY)
     while True:
         try:
             rank, world, address, job, arguments = pickle.loads(connection.recv_bytes())
@@ -131,3 +138,11 @@ def _serve(connection: Connection) -> None:
         if not answer[0]:
             os._exit(1)  # a broken group cannot be parted from in good order
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor caches what it worked out for a mesh, process groups included, and takes equal meshes for the same."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()

@@ -40,7 +40,7 @@ def train(config: Config) -> tuple[int, str | None]:
 def gradients(config: Config, keep: list[int]) -> tuple[float, float, list[Tensor]]:
     """A job: loss, norm and clipped gradients of a first batch of which only rows `keep` have labels."""
     team = team_of(config)
-    share = Share(Decoder(config.model, seed=0), team, config.strategy.weights)
+    share = Share(Decoder(config.model, seed=0), team, config.strategy)
     batch = PackedLoader(config.data, config.model.vocab_size, 0).batch(0)
     labels = torch.full_like(batch.labels, -100)
     labels[keep] = batch.labels[keep]
@@ -55,7 +55,7 @@ def gradients(config: Config, keep: list[int]) -> tuple[float, float, list[Tenso
 
 def held_out(config: Config) -> tuple[float, float | None]:
     """A job: the evaluation of fresh weights."""
-    share = Share(Decoder(config.model, seed=0), team_of(config), config.strategy.weights)
+    share = Share(Decoder(config.model, seed=0), team_of(config), config.strategy)
     result = evaluate(
         share.model, PackedLoader(config.data, config.model.vocab_size, 0, split="eval"), Precision.fp32, share=share
     )
