@@ -26,7 +26,7 @@ from training.outcome import Outcome, RankFailed
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from training.worker import main; main()"
-GRACE = 8.0  # seconds
+GRACE = 5.0  # seconds
 STACK = 0.5  # seconds for a hanging rank to print its stack
 
 

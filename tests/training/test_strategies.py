@@ -64,6 +64,18 @@ def test_replicas_of_split_sequences_sum_their_gradients(ranks, make_config, nam
                 assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("name", ["zigzag_ring", "ulysses", "llama3"])
+def test_ranks_without_tokens_add_nothing(ranks, make_config, name, weights):
+    """Three tokens on four ranks."""
+    changes: dict[str, dict] = {"data": {"source": "synthetic", "paths": [], "seq_len": 3, "rows": 1, "eval_rows": 1}}
+    loss, norm, grads = gradients(make_config(**changes), [0])
+    config = make_config(**changes, strategy=strategy(name, weights=weights))
+    for found_loss, found_norm, found in ranks.run(gradients, config, [0], world=4):
+        assert found_loss == pytest.approx(loss, rel=1e-6) and found_norm == pytest.approx(norm, rel=1e-5)
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(grads, found, strict=True))
+
+
 @pytest.mark.parametrize("name", ["llama3", "usp"])
 def test_evaluation_of_split_sequences_is_one_processs(ranks, make_config, name):
     changes: dict[str, dict] = {"data": {"packing": "padded", "eval_rows": 6}}
@@ -90,15 +102,25 @@ def test_documents_of_a_loss_that_is_not_finite_are_named_by_their_holder(ranks,
     assert first == second and first.startswith("step 3: loss nan is not finite; documents: ")
 
 
+def typed_run(folder: Path, *options: str) -> None:
+    shape = ["model.heads=4", "model.kv_heads=2", "data.rows=4", "optim.lr=3e-3", "run.steps=20", "run.save_every=0"]
+    arguments = command(*shape, "run.dir=out", *options)
+    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "finished" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory) -> Path:
+    """Where the command without ranks has run."""
+    folder = tmp_path_factory.mktemp("typed")
+    typed_run(folder)
+    return folder
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ("llama3", "usp") else pytest.mark.deep) for name in preset_names()]
 )
-def test_command_line_run_equals_one_process(tmp_path, name):
+def test_command_line_run_equals_one_process(typed, tmp_path, name):
     """`python train.py nproc=4 strategy=S` as a user types it."""
-    shape = ["model.heads=4", "model.kv_heads=2", "data.rows=4", "optim.lr=3e-3", "run.steps=20", "run.save_every=0"]
-    for folder, options in (("one", []), ("four", ["nproc=4", f"strategy={name}"])):
-        done = subprocess.run(
-            command(*shape, f"run.dir={folder}", *options), cwd=tmp_path, capture_output=True, text=True, timeout=240
-        )
-        assert done.returncode == 0 and "finished" in done.stdout, done.stdout + done.stderr
-    compare(tmp_path / "four", tmp_path / "one", 20, 1e-5)
+    typed_run(tmp_path, "nproc=4", f"strategy={name}")
+    compare(tmp_path / "out", typed / "out", 20, 1e-5)
