@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,20 +24,32 @@ class Block:
 def covered(tokens: TokenSet, heads: Heads, parts: Iterable[tuple[TokenSet, Heads]]) -> bool:
     """Whether tokens x heads lie within the union of `parts`."""
     parts = list(parts)
-    if any(p == tokens and h[0] <= heads[0] and heads[1] <= h[1] for p, h in parts):
+    if any(h[0] <= heads[0] and heads[1] <= h[1] and inside(tokens, p) for p, h in parts):
         return True
-    wanted = tokens.expand()
     for head in range(heads[0], heads[1]):
-        held = [p.expand() for p, h in parts if h[0] <= head < h[1]]
-        if not held or not np.isin(wanted, np.concatenate(held)).all():
+        held = [p for p, h in parts if h[0] <= head < h[1]]
+        if not held or not inside(tokens, TokenSet.concatenate(held)):
             return False
     return True
+
+
+@lru_cache(4096)
+def inside(tokens: TokenSet, held: TokenSet) -> bool:
+    """Whether all of `tokens` are among `held`."""
+    return tokens == held or bool(np.isin(tokens.expand(), held.expand()).all())
+
+
+@lru_cache(4096)
+def common(a: TokenSet, b: TokenSet) -> TokenSet:
+    """The tokens that lie in both."""
+    both = np.intersect1d(a.expand(), b.expand(), assume_unique=True)
+    return TokenSet.from_array(np.stack([both, both + 1, np.ones_like(both)], 1))
 
 
 def meets(tokens: TokenSet, heads: Heads, parts: list[tuple[TokenSet, Heads]]) -> bool:
     """Whether tokens x heads share anything with one of `parts`."""
     return any(
-        max(heads[0], h[0]) < min(heads[1], h[1]) and (p == tokens or _common(p, tokens).count > 0) for p, h in parts
+        max(heads[0], h[0]) < min(heads[1], h[1]) and (p == tokens or common(p, tokens).count > 0) for p, h in parts
     )
 
 
@@ -48,15 +61,10 @@ def restrict(
     for block, held, held_heads in blocks:
         both = (max(heads[0], held_heads[0]), min(heads[1], held_heads[1]))
         if both[0] < both[1]:
-            common = held if held == tokens else _common(held, tokens)
-            if common.count:
-                kept.append((block, common, both))
+            shared = held if held == tokens else common(held, tokens)
+            if shared.count:
+                kept.append((block, shared, both))
     return kept
-
-
-def _common(a: TokenSet, b: TokenSet) -> TokenSet:
-    both = np.intersect1d(a.expand(), b.expand(), assume_unique=True)
-    return TokenSet.from_array(np.stack([both, both + 1, np.ones_like(both)], 1))
 
 
 def coverage_fault(
