@@ -224,7 +224,8 @@ class _Call:
     @property
     def tile(self) -> Tile:
         width = max(padded_width(self.q.shape[2]), padded_width(self.v.shape[2]))
-        return choose_tile(self.kernel, width, self.q.element_size(), self.target, self.mask.has_gaps())
+        gaps, capped = self.mask.has_gaps(), self.softcap is not None
+        return choose_tile(self.kernel, width, self.q.element_size(), self.target, gaps, capped)
 
     @property
     def size(self) -> float:

@@ -61,8 +61,8 @@ def merge_forward(OUTS, LSES, OUT, LSE, BASE, TOTAL, n, T, H, stride_n, stride_t
             total = total * keep + weight
             base = top
     some = tl.where(total > 0, total, 1.0)
-    store_rows(OUT + h.to(tl.int64) * stride_h, first, T, stride_t, acc / some[:, None], False, D, BLOCK_T, BLOCK_D,
-               WIDE)  # fmt: skip
+    acc /= some[:, None]
+    store_rows(OUT + h.to(tl.int64) * stride_h, first, T, stride_t, acc, None, False, D, BLOCK_T, BLOCK_D, WIDE)
     tl.store(LSE + at, base + tl.log(some), mask=live)
     if BASE is not None:
         tl.store(BASE + at, base, mask=live)
@@ -114,7 +114,7 @@ def merge_backward(OUTS, LSES, BASE, TOTAL, DOUT, DLSE, DOUTS, DLSES, n, T, H, s
             change = tl.where(weight > 0, weight * (tl.sum(dout * x, 1) - delta), 0.0)
             tl.store(DLSES[i] + step * stride_ln + at, change, mask=live)
             grad = tl.where((weight > 0)[:, None], dout * weight[:, None], 0.0)
-            store_rows(DOUTS[i] + step * stride_n + h.to(tl.int64) * stride_h, first, T, stride_t, grad, False, D,
+            store_rows(DOUTS[i] + step * stride_n + h.to(tl.int64) * stride_h, first, T, stride_t, grad, None, False, D,
                        BLOCK_T, BLOCK_D, WIDE)  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def attention_spec(
     The tile and the use of descriptors are those of the tile table unless given; the options are the kernels' own.
     """
     fn, width = ATTENTION[kernel], padded_width(head_dim)
-    tile = tile or choose_tile(kernel, width, ELEMENT_SIZES[dtype], target, gaps)
+    tile = tile or choose_tile(kernel, width, ELEMENT_SIZES[dtype], target, gaps, capped)
     constants: dict[str, Any] = {
         "SIGN": 1, "GAPS": gaps, "CAPPED": capped, "ADD": add, "EXACT": dtype == "fp32", "WIDE": False,
         "LATE": late_sum(target), "D": head_dim, "DV": head_dim, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,

@@ -112,6 +112,7 @@ def test_exact(backend: str, layout: Layout, option: dict[str, Any]) -> None:
 
 
 @pytest.mark.deep
+@pytest.mark.timeout(2400)
 @every_backend
 @settings(max_examples=300 if INTERPRETED else 1500, suppress_health_check=[HealthCheck.too_slow])
 @given(layout=layouts(), option=options)

@@ -37,10 +37,15 @@ def check(rows: list[dict], target: str) -> None:
             assert kinds == {"full", "masked"}, f"{row['case']} has {sorted(kinds)} loops with matrix instructions"
             if target != "gfx942":
                 assert all(loop["copies"] for loop in row["loops"]), f"{row['case']}: a loop copies nothing ahead"
-                spills = {loop["kind"]: loop["spills"] for loop in row["loops"] if loop["spills"]}
-                assert not spills, f"{row['case']} spills in its loops: {spills}"
-                if row["kernel"] != "dkdv":
-                    assert row["stack"] == 0, f"{row['case']} has {row['stack']} bytes of stack"
+    check_registers(rows, target)
+
+
+def check_registers(rows: list[dict], target: str) -> None:
+    """On NVIDIA no loop with matrix products spills, and the forward and dq have no stack."""
+    for row in rows if target != "gfx942" else ():
+        spills = {loop["kind"]: loop["spills"] for loop in row["loops"] if loop["spills"]}
+        assert not spills, f"{row['case']} spills in its loops: {spills}"
+        assert row["stack"] == 0 or row["kernel"] == "dkdv", f"{row['case']} has {row['stack']} bytes of stack"
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -105,5 +110,6 @@ def test_everything_compiles(target: str, dtype: str):
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_option_of_a_launch_compiles(target: str):
     rows = gate(target, "--options")
+    assert len(rows) == 2 * (6 + 5 + 5)
     assert not [row["case"] for row in rows if row["error"]]
-    assert len(rows) == 10
+    check_registers(rows, target)

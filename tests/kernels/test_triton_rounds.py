@@ -57,26 +57,29 @@ def blocks(T: int, cuts: list[int]) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_rounds_accumulate(dtype: torch.dtype, softcap: float | None) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "widths"),
+    [*((dtype, cap, (16, 16)) for dtype in DTYPES for cap in (None, 3.0)), (torch.bfloat16, None, (200, 130)),
+     (torch.float32, None, (65, 256))],
+)  # fmt: skip
+def test_rounds_accumulate(dtype: torch.dtype, softcap: float | None, widths: tuple[int, int]) -> None:
     """Blocks of keys, one after the other, into the same fp32 buffers: the result and gradients of the whole.
 
     The buffers begin as (NaN, -inf): where no key was seen yet, out may hold anything.
     """
     sizes = [50, 3, 40]
     cu = cumulative(sizes)
-    case = make_case(document_pairs(sizes), (4, 2), (16, 16), dtype, softcap=softcap)
+    case = make_case(document_pairs(sizes), (4, 2), widths, dtype, softcap=softcap)
     q, k, v, scale = case.q, case.k, case.v, case.scale
     rounds = []
     for a, b in blocks(93, [20, 51, 60]):
         mask = IntervalMask.from_positions(list(range(93)), list(range(a, b)), cu[:-1], cu[1:])
         rounds.append((slice(a, b), mask))
-    out, lse = torch.full((93, 4, 16), math.nan), torch.full((4, 93), -math.inf)
+    out, lse = torch.full((93, 4, widths[1]), math.nan), torch.full((4, 93), -math.inf)
     for part, mask in rounds:
         forward_into(q, k[part], v[part], mask, out, lse, scale, softcap, add=True)
     delta, lse2 = delta_of(out, case.dout, lse, case.dlse, 93)
-    dq, dk, dv = torch.zeros(93, 4, 16), torch.zeros(93, 2, 16), torch.zeros(93, 2, 16)
+    dq, dk, dv = torch.zeros(93, 4, widths[0]), torch.zeros(93, 2, widths[0]), torch.zeros(93, 2, widths[1])
     for part, mask in rounds:
         backward_into(
             q, k[part], v[part], case.dout, delta, lse2, mask, dq, dk[part], dv[part], scale, softcap, add=True
