@@ -29,7 +29,7 @@ def attention_delta(OUT, DOUT, LSE, DLSE, DELTA, LSE2, T, H, stride_ot, stride_o
     live = rows < T
     at = h.to(tl.int64) * stride_xh + rows
     lse = tl.load(LSE + h.to(tl.int64) * stride_lh + rows, mask=live, other=-float("inf"))
-    sees = lse > -float("inf")
+    sees = lse != -float("inf")  # or is NaN, as its gradients then are
     out = load_rows(OUT + h.to(tl.int64) * stride_oh, first, stride_ot, live, True, DV, BLOCK_M, BLOCK_DV, WIDE)
     dout = load_rows(DOUT + h.to(tl.int64) * stride_dh, first, stride_dt, live, True, DV, BLOCK_M, BLOCK_DV, WIDE)
     out = out.to(tl.float32)
@@ -53,8 +53,8 @@ def _dq_part(dq, q, dout, lse2, delta, K, V, K_TILES, V_TILES, Q_START, Q_END, h
         alive = alive_rows(Q_START, Q_END, first, Tk, MASKED and GAPS, BLOCK_N)
         k = load_tile(K, K_TILES, hk, k_column, first, stride_kt, alive, MASKED, GAPS, D, BLOCK_N, BLOCK_D, WIDE)
         v = load_tile(V, V_TILES, hk, v_column, first, stride_vt, alive, MASKED, False, DV, BLOCK_N, BLOCK_DV, WIDE)
-        # before s, which leaves more registers
-        dp = tl.dot(refetched(dout, first < Tk), tl.trans(v), input_precision="ieee")
+        stays = refetched(dout, first < Tk) if BLOCK_DV == 256 else dout  # narrower, it costs registers instead
+        dp = tl.dot(stays, tl.trans(v), input_precision="ieee")  # before s, which leaves more registers
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED and not CAPPED:
             s = tl.where(seen_pairs(cols, k_start, k_end, first, LEFT, RIGHT), s, -float("inf"))

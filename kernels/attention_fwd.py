@@ -129,14 +129,14 @@ def attention_forward(Q, K, V, K_TILES, V_TILES, OUT, LSE, SINK, K_START, K_END,
         mine = tl.math.exp2(m_i - base)
         theirs = tl.math.exp2(other - base)
         total = l_i * mine + theirs
-        some = tl.where(total > 0, total, 1.0)
+        some = tl.where(total == 0, 1.0, total)  # a NaN stays one
         inverse = 1.0 / some
         out = acc * (mine * inverse)[:, None]
-        lse = tl.where(total > 0, (base + tl.math.log2(some)) * LN2, -float("inf"))
+        lse = tl.where(total == 0, -float("inf"), (base + tl.math.log2(some)) * LN2)
         if ADD:
             weight = theirs * inverse
     else:
-        some = tl.where(l_i > 0, l_i, 1.0)  # without keys acc is 0 and m_i -inf
+        some = tl.where(l_i == 0, 1.0, l_i)  # without keys acc is 0 and m_i -inf
         out = acc * (1.0 / some)[:, None]
         lse = (m_i + tl.math.log2(some)) * LN2
     tl.store(LSE, lse, mask=live)

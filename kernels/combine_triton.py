@@ -14,11 +14,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kernels.checks import first_order
+from kernels.combine import check_partials
 from kernels.device import load_rows, store_rows
 from kernels.runtime import interpreted, jit, on_device_of
 from kernels.tiling import padded_width
 
-ROWS = 16  # tokens per program
 SEPARATE = 8  # up to this many partials are read where they lie; more are stacked first
 
 
@@ -56,11 +56,11 @@ def merge_forward(OUTS, LSES, OUT, LSE, BASE, TOTAL, n, T, H, stride_n, stride_t
             weight = tl.exp(lse - safe)
             x = load_rows(OUTS[i] + step * stride_n + h.to(tl.int64) * stride_h, first, stride_t, live, True, D,
                           BLOCK_T, BLOCK_D, WIDE).to(tl.float32)  # fmt: skip
-            x = tl.where((weight > 0)[:, None], x * weight[:, None], 0.0)
+            x = tl.where((weight == 0)[:, None], 0.0, x * weight[:, None])  # a NaN lse stays one
             acc = acc * keep[:, None] + x
             total = total * keep + weight
             base = top
-    some = tl.where(total > 0, total, 1.0)
+    some = tl.where(total == 0, 1.0, total)
     acc /= some[:, None]
     store_rows(OUT + h.to(tl.int64) * stride_h, first, T, stride_t, acc, None, False, D, BLOCK_T, BLOCK_D, WIDE)
     tl.store(LSE + at, base + tl.log(some), mask=live)
@@ -76,7 +76,7 @@ def _shares(OUTS, LSES, i: tl.constexpr, step, at, first, live, base, some, h, s
     weight = tl.exp(_live_lse(LSES[i], step * stride_ln + at, live) - base) / some
     x = load_rows(OUTS[i] + step * stride_n + h.to(tl.int64) * stride_h, first, stride_t, live, True, D, BLOCK_T,
                   BLOCK_D, WIDE).to(tl.float32)  # fmt: skip
-    return weight, tl.where((weight > 0)[:, None], x, 0.0)
+    return weight, tl.where((weight == 0)[:, None], 0.0, x)
 
 
 @jit
@@ -95,7 +95,7 @@ def merge_backward(OUTS, LSES, BASE, TOTAL, DOUT, DLSE, DOUTS, DLSES, n, T, H, s
     base = tl.load(BASE + at, mask=live, other=-float("inf"))
     base = tl.where(base == -float("inf"), 0.0, base)
     total = tl.load(TOTAL + at, mask=live, other=0.0)
-    some = tl.where(total > 0, total, 1.0)
+    some = tl.where(total == 0, 1.0, total)
     dout = load_rows(DOUT + h.to(tl.int64) * stride_h, first, stride_t, live, True, D, BLOCK_T, BLOCK_D,
                      WIDE).to(tl.float32)  # fmt: skip
     delta = tl.zeros([BLOCK_T], tl.float32)
@@ -103,7 +103,7 @@ def merge_backward(OUTS, LSES, BASE, TOTAL, DOUT, DLSE, DOUTS, DLSES, n, T, H, s
         for j in range(n):
             weight, x = _shares(OUTS, LSES, i, tl.cast(j, tl.int64), at, first, live, base, some, h, stride_n, stride_t,
                                 stride_h, stride_ln, WIDE, D, BLOCK_T, BLOCK_D)  # fmt: skip
-            delta += tl.where(weight > 0, weight * tl.sum(dout * x, 1), 0.0)
+            delta += tl.where(weight == 0, 0.0, weight * tl.sum(dout * x, 1))
     if DLSE is not None:
         delta -= tl.load(DLSE + at, mask=live, other=0.0)
     for i in tl.static_range(len(OUTS)):
@@ -111,9 +111,9 @@ def merge_backward(OUTS, LSES, BASE, TOTAL, DOUT, DLSE, DOUTS, DLSES, n, T, H, s
             step = tl.cast(j, tl.int64)
             weight, x = _shares(OUTS, LSES, i, step, at, first, live, base, some, h, stride_n, stride_t, stride_h,
                                 stride_ln, WIDE, D, BLOCK_T, BLOCK_D)  # fmt: skip
-            change = tl.where(weight > 0, weight * (tl.sum(dout * x, 1) - delta), 0.0)
+            change = tl.where(weight == 0, 0.0, weight * (tl.sum(dout * x, 1) - delta))
             tl.store(DLSES[i] + step * stride_ln + at, change, mask=live)
-            grad = tl.where((weight > 0)[:, None], dout * weight[:, None], 0.0)
+            grad = tl.where((weight == 0)[:, None], 0.0, dout * weight[:, None])
             store_rows(DOUTS[i] + step * stride_n + h.to(tl.int64) * stride_h, first, T, stride_t, grad, None, False, D,
                        BLOCK_T, BLOCK_D, WIDE)  # fmt: skip
 
@@ -135,10 +135,14 @@ def merge_into(
     """Merge a partial result into the running `out` and `lse` [H, T] (fp32), in place; all contiguous, no gradient.
 
     Raises:
-        ValueError: an lse that is not fp32, or a buffer that is not contiguous.
+        ValueError: an lse that is not fp32, a buffer that is not contiguous, or a partial of another shape or dtype.
     """
-    if lse.dtype != torch.float32 or not (out.is_contiguous() and lse.is_contiguous()):
-        raise ValueError(f"merging in place needs a contiguous out and an fp32 lse, but lse is {lse.dtype}; copy them")
+    check_partials([out, part], [lse, part_lse])
+    if lse.dtype != torch.float32 or out.dtype == torch.float64 or not (out.is_contiguous() and lse.is_contiguous()):
+        raise ValueError(
+            "merging in place needs a contiguous out of fp32 at most and a contiguous fp32 lse, "
+            f"but they are {out.dtype} and {lse.dtype}; copy them"
+        )
     _launch_forward((out, part.contiguous()), (lse, part_lse.float().contiguous()), 1, out, lse, None, None)
 
 
@@ -172,7 +176,7 @@ class _Merge(torch.autograd.Function):
         douts, dlses = (tuple(torch.empty_like(x) for x in group) for group in (outs, lses))
         if T:
             with on_device_of(dout):
-                merge_backward[_grid(T, H)](
+                merge_backward[_grid(T, H, D)](
                     outs, lses, base, total, dout, dlse, douts, dlses, ctx.n, T, H, T * H * D, H * D, D, T * H,
                     **_constants(D),
                 )  # fmt: skip
@@ -193,7 +197,7 @@ def _launch_forward(
     T, H, D = out.shape
     if T:
         with on_device_of(out):
-            merge_forward[_grid(T, H)](
+            merge_forward[_grid(T, H, D)](
                 outs, lses, out, lse, base, total, n, T, H, T * H * D, H * D, D, T * H, **_constants(D)
             )  # fmt: skip
 
@@ -212,9 +216,14 @@ def _stacked(tensors: tuple[Tensor, ...]) -> tuple[Tensor]:
     return (torch.stack(tensors),)
 
 
-def _grid(T: int, H: int) -> tuple[int]:
-    return (-(-T // ROWS) * H,)
+def rows_per_program(D: int) -> int:
+    """Tokens that a program holds: as many as leave its registers unspilled."""
+    return 32 if D <= 64 else 16
+
+
+def _grid(T: int, H: int, D: int) -> tuple[int]:
+    return (-(-T // rows_per_program(D)) * H,)
 
 
 def _constants(D: int) -> dict[str, Any]:
-    return {"WIDE": interpreted(), "D": D, "BLOCK_T": ROWS, "BLOCK_D": padded_width(D)}
+    return {"WIDE": interpreted(), "D": D, "BLOCK_T": rows_per_program(D), "BLOCK_D": padded_width(D)}

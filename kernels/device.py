@@ -107,7 +107,7 @@ def store_rows(X, first, n, stride, value, weight, ADD: tl.constexpr, D: tl.cons
         if ADD:
             there = tl.load(at, mask=inside, other=0.0)
             if weight is not None:
-                there = tl.where((weight > 0)[:, None], there * weight[:, None], 0.0)
+                there = tl.where((weight == 0)[:, None], 0.0, there * weight[:, None])
             value += there
         if WIDE and X.dtype.element_ty == tl.bfloat16:
             value = round_to_bf16(value)

@@ -11,7 +11,7 @@ from typing import Any
 
 from kernels.attention_bwd import attention_delta, attention_dkdv, attention_dq
 from kernels.attention_fwd import attention_forward
-from kernels.combine_triton import merge_backward, merge_forward
+from kernels.combine_triton import merge_backward, merge_forward, rows_per_program
 from kernels.tiling import Kernel, Tile, choose_tile, late_sum, padded_width, use_descriptors
 
 ATTENTION: dict[Kernel, Any] = {"fwd": attention_forward, "dq": attention_dq, "dkdv": attention_dkdv}
@@ -74,9 +74,11 @@ def delta_spec(head_dim: int, dtype: str, rows: int = 32) -> KernelSpec:
     return _describe(attention_delta, dtype, {}, constants, {"num_warps": 4})
 
 
-def merge_spec(head_dim: int, dtype: str, backward: bool = False, partials: int = 2, rows: int = 16) -> KernelSpec:
+def merge_spec(head_dim: int, dtype: str, backward: bool = False, partials: int = 2) -> KernelSpec:
     """A merge kernel of some separate partials."""
-    constants = {"WIDE": False, "D": head_dim, "BLOCK_T": rows, "BLOCK_D": padded_width(head_dim)}
+    constants = {
+        "WIDE": False, "D": head_dim, "BLOCK_T": rows_per_program(head_dim), "BLOCK_D": padded_width(head_dim)
+    }  # fmt: skip
     data, logs = (f"*{dtype}",) * partials, ("*fp32",) * partials
     types: dict[str, Any] = {"OUTS": data, "DOUTS": data, "LSES": logs, "DLSES": logs}
     return _describe(merge_backward if backward else merge_forward, dtype, types, constants, {"num_warps": 4})

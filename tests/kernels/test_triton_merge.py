@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -96,7 +97,7 @@ def test_in_place(T: int) -> None:
     twice = merge_triton([out, out.clone()], [lse, lse.clone()])
     merge_into(out, lse, out, lse)
     torch.testing.assert_close((out, lse), twice, rtol=0, atol=0)
-    with pytest.raises(ValueError, match=r"lse is torch\.float64"):
+    with pytest.raises(ValueError, match=r"and torch\.float64; copy"):
         merge_into(out, lse.double(), out, lse)
 
 
@@ -107,3 +108,29 @@ def test_nothing_is_written_outside() -> None:
     merge_into(out, lse, out.clone(), lse.clone())
     assert bool((buffer[17 * 3 * 5 :] == 7).all() and (lses[3 * 17 :] == 7).all())
     torch.testing.assert_close(lse, torch.full((3, 17), 7 + math.log(2)))
+
+
+@pytest.mark.parametrize("where", ["out", "lse"])
+def test_a_nan_is_not_dropped(where: str) -> None:
+    """In a partial that counts it reaches the result and the gradients; rows beside it stay whole."""
+    outs, lses = torch.randn(2, 20, 2, 5), torch.randn(2, 2, 20)
+    (outs[1, 3, 0] if where == "out" else lses[1, 0, 3:4]).fill_(math.nan)
+    given = [x.requires_grad_() for x in (outs, lses)]
+    out, lse = merge_triton(*(list(x.unbind(0)) for x in given))
+    assert bool(out[3, 0].isnan().all())
+    assert bool(lse[0, 3].isnan()) == (where == "lse")
+    assert int(out.isnan().any(-1).sum()) == 1
+    grads = torch.autograd.grad((out, lse), given, (torch.ones_like(out), torch.ones_like(lse)))
+    assert bool(grads[1][1, 0, 3].isnan())
+    assert int(grads[1].isnan().any(0).sum()) == 1
+
+
+def test_in_place_refuses_other_shapes() -> None:
+    """A shorter partial would be read beyond its end."""
+    out, lse = torch.zeros(5, 2, 8), torch.zeros(2, 5)
+    with pytest.raises(ValueError, match=r"partial 1 has out \(3, 2, 8\)"):
+        inspect.unwrap(merge_into)(
+            out, lse, torch.zeros(3, 2, 8), torch.zeros(2, 3)
+        )  # as without the tests' own checks
+    with pytest.raises(ValueError, match=r"they are torch\.float64 and torch\.float32; copy"):
+        merge_into(out.double(), lse, out.double(), lse)

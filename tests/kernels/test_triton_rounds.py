@@ -110,6 +110,34 @@ def test_accumulating_refuses() -> None:
         forward_into(x, x, x, mask, x.clone(), torch.zeros(1, 4), 1.0, sink=torch.zeros(1), add=True)
 
 
+def test_rounds_in_any_order_agree() -> None:
+    """Backwards and shuffled, bands of keys that leave some queries without any in between."""
+    case = make_case(document_pairs([70]), (2, 1), (16, 16), torch.float32, dlse=False)
+    rounds = [
+        (slice(a, b), IntervalMask.from_positions(list(range(70)), list(range(a, b)), [0], [70]))
+        for a, b in blocks(70, [5, 31, 64])
+    ]
+    want = expected(case)
+    for order in ([3, 2, 1, 0], [2, 0, 3, 1]):
+        out, lse = torch.full((70, 2, 16), math.nan), torch.full((2, 70), -math.inf)
+        for part, mask in (rounds[i] for i in order):
+            forward_into(case.q, case.k[part], case.v[part], mask, out, lse, case.scale, add=True)
+        assert error(out, want["out"]) < 1e-5
+        assert error(lse, want["lse"]) < 1e-5
+
+
+def test_buffers_that_do_not_fit_are_refused() -> None:
+    """Elements apart in the last dim would be read as neighbours; half-precision sums would lose digits each round."""
+    mask, x = IntervalMask.from_cu_seqlens([0, 4]), torch.zeros(4, 1, 8)
+    apart, rows = torch.zeros(4, 1, 16)[..., ::2], torch.zeros(1, 16)
+    with pytest.raises(ValueError, match="k has stride 2 in its last dim and the kernels need 1; copy it"):
+        forward_into(x, apart, x, mask, x.clone(), torch.zeros(1, 4), 1.0)
+    with pytest.raises(ValueError, match="dout has stride 2"):
+        delta_of(x, apart, torch.zeros(1, 4), None, 4)
+    with pytest.raises(ValueError, match=r"fp32 gradients, but there are some in torch\.float16"):
+        backward_into(x, x, x, x, rows, rows, mask, x.half(), None, None, 1.0, add=True)
+
+
 @pytest.mark.parametrize("wide", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("rows", [1, 40])
 def test_strides_beyond_int32(wide: str, rows: int) -> None:
