@@ -5,11 +5,13 @@ The compile gate walks all of them (in the short tests `covering_cases`), the st
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 
 from bench.compile import Case
 from bench.measure import Tile
 from bench.targets import TARGETS
+from kernels.checks import MAX_HEAD_DIM
 from kernels.specs import ELEMENT_SIZES, attention_spec, delta_spec, merge_spec
 from kernels.tiling import Kernel, choose_tile, padded_width
 from kernels.tiling import Tile as Chosen
@@ -24,6 +26,13 @@ _COVERING: tuple[tuple[Kernel, int, str], ...] = (
     ("fwd", 64, "bf16"), ("dq", 80, "fp16"), ("dkdv", 128, "bf16"), ("fwd", 256, "bf16"), ("dkdv", 256, "bf16"),
     ("fwd", 64, "fp32"),
 )  # fmt: skip
+
+
+def head_dim_argument(text: str) -> int:
+    """A head dim of a command line; one that the kernels do not hold is refused."""
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_HEAD_DIM:
+        raise argparse.ArgumentTypeError(f"head dims lie in 1..{MAX_HEAD_DIM}, not {text!r}")
+    return int(text)
 
 
 def attention_case(

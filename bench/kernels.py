@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from bench.cases import DTYPES, HEAD_DIMS
+from bench.cases import DTYPES, HEAD_DIMS, head_dim_argument
 from bench.targets import TARGETS
 
 
@@ -44,9 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), help="default: all")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: all")
-    parser.add_argument(
-        "--head-dims", nargs="+", type=int, choices=range(1, 257), metavar="1..256", help="default: 64 80 128 256"
-    )
+    parser.add_argument("--head-dims", nargs="+", type=head_dim_argument, help="default: 64 80 128 256")
     parser.add_argument("--no-peers", action="store_true", help="our kernels alone")
     parser.add_argument("--jobs", type=int, help="processes; default: one a core")
     return parser
