@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel.plan.ir import Heads
-from parallel.plan.tokens import TokenSet
+from parallel.plan.tokens import TokenSet, join_spans
 from parallel.plan.visibility import Visibility
 
 
@@ -25,12 +25,20 @@ def covered(tokens: TokenSet, heads: Heads, parts: Iterable[tuple[TokenSet, Head
     parts = list(parts)
     if any(p == tokens and h[0] <= heads[0] and heads[1] <= h[1] for p, h in parts):
         return True
-    wanted = tokens.expand()
-    for head in range(heads[0], heads[1]):
-        held = [p.expand() for p, h in parts if h[0] <= head < h[1]]
-        if not held or not np.isin(wanted, np.concatenate(held)).all():
-            return False
-    return True
+    cuts = {edge for _, part in parts for edge in part if heads[0] < edge < heads[1]}
+    return all(_within([p for p, h in parts if h[0] <= head < h[1]], tokens) for head in {heads[0], *cuts})
+
+
+def _within(parts: list[TokenSet], tokens: TokenSet) -> bool:
+    """Whether the union of `parts` holds all of `tokens`."""
+    if any(part == tokens for part in parts):
+        return True
+    if not parts:
+        return False
+    if all(_plain(part) for part in parts):
+        held = join_spans(np.concatenate([part.ranges[:, :2] for part in parts]))
+        return tokens.clip(held).count == tokens.count
+    return bool(np.isin(tokens.expand(), np.concatenate([part.expand() for part in parts])).all())
 
 
 def meets(tokens: TokenSet, heads: Heads, parts: list[tuple[TokenSet, Heads]]) -> bool:
@@ -55,8 +63,18 @@ def restrict(
 
 
 def _common(a: TokenSet, b: TokenSet) -> TokenSet:
+    """The tokens of both, in the sequence's order."""
+    if _plain(b) or _plain(a):
+        cut, by = (a, b) if _plain(b) else (b, a)
+        ranges = cut.clip(join_spans(by.ranges[:, :2])).ranges
+        return TokenSet.from_array(ranges[np.argsort(ranges[:, 0], kind="stable")])
     both = np.intersect1d(a.expand(), b.expand(), assume_unique=True)
     return TokenSet.from_array(np.stack([both, both + 1, np.ones_like(both)], 1))
+
+
+def _plain(tokens: TokenSet) -> bool:
+    """Runs of consecutive tokens alone, so that spans say all."""
+    return bool((tokens.ranges[:, 2] == 1).all())
 
 
 def coverage_fault(
@@ -69,7 +87,8 @@ def coverage_fault(
 ) -> str | None:
     """Why the blocks do not cover each allowed pair of `own` once, or None."""
     total = sight.layout.total_tokens
-    # each query head on its own; tokens that the same blocks touch are checked together
+    # each query head on its own, unless the same blocks touch it; tokens that the same blocks touch together
+    checked: set[tuple[int, ...]] = set()
     for query_head in range(heads[0], heads[1]) if of_queries else range(heads[0] * group, heads[1] * group):
         held_head = query_head if of_queries else query_head // group
         chosen = [
@@ -77,6 +96,10 @@ def coverage_fault(
             for block, held, part in blocks
             if part[0] <= held_head < part[1] and block.heads[0] <= query_head < block.heads[1]
         ]
+        same = tuple(id(part) for pair in chosen for part in pair)
+        if same in checked:
+            continue
+        checked.add(same)
         for tokens, family in _families(own, [held for _, held in chosen], total):
             count = np.zeros(total, np.int32)
             for index in family:
@@ -108,10 +131,9 @@ def _families(own: TokenSet, held: list[TokenSet], total: int) -> list[tuple[Tok
 
 
 def _count_fault(sight: Visibility, tokens: TokenSet, count: NDArray[np.int32], of_queries: bool) -> str | None:
-    for first, stop in sight.reach(tokens, as_queries=of_queries).tolist():
-        wrong = np.flatnonzero(count[first:stop] != 1)
-        if wrong.size:
-            other = first + int(wrong[0])
-            sides = ("queries", "key") if of_queries else ("keys", "query")
-            return f"{sides[0]} {tokens} meet {sides[1]} {other} {count[other]} times"
-    return None
+    wrong = TokenSet.of((0, len(count))).clip(sight.reach(tokens, as_queries=of_queries)).expand()
+    wrong = wrong[count[wrong] != 1]
+    if wrong.size == 0:
+        return None
+    sides = ("queries", "key") if of_queries else ("keys", "query")
+    return f"{sides[0]} {tokens} meet {sides[1]} {wrong[0]} {count[wrong[0]]} times"
