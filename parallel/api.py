@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.rounds import choose_rounds
 from parallel.attention import Engine, planned_attention
-from parallel.bind import DTYPES, BoundPlan
+from parallel.bind import DTYPES, BoundPlan, token_index
 from parallel.comm import Recorder, TorchTransport, gather_uneven
 from parallel.executor import Options
 from parallel.groups import Groups
@@ -90,7 +90,7 @@ class ContextParallel:
             plan = self.strategy.plan(placement, shape, MaskSpec(causal, window), ranks=[self.rank])
             self._bound[window] = BoundPlan(plan, self.rank, device)
         self._placement = placement
-        self._index = torch.from_numpy(placement.sets[self.rank].expand()).to(device)
+        self._index = token_index(placement.sets[self.rank], device)
         pool = self._pools.setdefault(device, BufferPool(device))
         rounds = choose_rounds(self.backend, torch.empty(0, 1, 1, dtype=DTYPES[shape.dtype], device=device))
         self._engine = Engine(self.transport, pool, rounds, self.recorder)
@@ -125,7 +125,7 @@ class ContextParallel:
         parts = gather_uneven(x.detach(), [tokens.count for tokens in sets], self.groups.get("cp"))
         whole = x.new_empty(self.placement.layout.total_tokens, *x.shape[1:])
         for tokens, part in zip(sets, parts):
-            whole[torch.from_numpy(tokens.expand()).to(x.device)] = part
+            whole[token_index(tokens, x.device)] = part
         return whole
 
     def attention(

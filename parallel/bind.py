@@ -42,6 +42,7 @@ class BoundPlan:
         self.programs: dict[str, Program] = {"forward": forward, "backward": backward}
         self.shape = plan.shape
         self._rows: dict[tuple[bytes, bytes], Rows] = {}
+        self._parts: dict[Buffer | Message, list[Part]] = {}
         self._masks: dict[tuple[bytes, bytes], IntervalMask] = {}
         self._starts = torch.from_numpy(plan.placement.layout.starts.copy())
         self._stops = torch.from_numpy(plan.placement.layout.stops.copy())
@@ -82,13 +83,15 @@ class BoundPlan:
         found = self._masks.get(key)
         if found is None:
             mask = self.plan.mask
-            q_at, k_at = (torch.from_numpy(tokens.expand()) for tokens in (q_tokens, k_tokens))
+            q_at, k_at = token_index(q_tokens), token_index(k_tokens)
             found = IntervalMask.from_positions(q_at, k_at, self._starts, self._stops, mask.causal, mask.window)
             found = self._masks[key] = found.to(self.device)
         return found
 
     def parts(self, item: Buffer | Message) -> list[Part]:
         """The fields of a buffer or a message, one after the other in a flat wire."""
+        if item in self._parts:
+            return self._parts[item]
         heads, parts, first = item.heads[1] - item.heads[0], [], 0
         each = token_bytes(item.kind, item.heads, item.exact, self.shape)
         for field, (traffic, size) in zip(fields_of(item.kind), each):
@@ -99,4 +102,10 @@ class BoundPlan:
             )
             parts.append(Part(field.name, traffic, self.dtype(item.exact and field.exact), shape, first, stop))
             first = stop
+        self._parts[item] = parts
         return parts
+
+
+def token_index(tokens: TokenSet, device: torch.device | str = "cpu") -> Tensor:
+    """int64 [count]: the tokens of a set."""
+    return torch.from_numpy(tokens.expand().copy()).to(device)

@@ -1,7 +1,7 @@
 """Transports: how a batch of messages gets from rank to rank, and the recorder that counts every byte on the way.
 
-`TorchTransport` is torch.distributed. `LoopbackTransport` joins ranks of one process; its adversaries hold a schedule to
-the rules of real networks:
+`TorchTransport` is torch.distributed. `LoopbackTransport` joins ranks of one process; its adversaries hold a schedule
+to the rules of real networks:
 
 - strict: batches of a communicator complete in order, a batch only when all its members are posted on both sides;
   what is sent and received must agree in size; no empty, self or non-contiguous message; no communicator that was not

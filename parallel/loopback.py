@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.rounds import choose_rounds
-from parallel.bind import BoundPlan
+from parallel.bind import BoundPlan, token_index
 from parallel.comm import Loopback, Recorder
 from parallel.executor import Execution, Options, saved_buffers
 from parallel.plan.ir import Step
@@ -63,7 +63,7 @@ def run_loopback(
     _check(plan, q, k, v, dout)
     options = Options(q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale), softcap, sink)
     result = LoopbackResult(torch.full_like(v[:, :1], 0).expand(-1, q.shape[1], -1).contiguous(), _lse(plan, q))
-    index = [torch.from_numpy(tokens.expand()).to(q.device) for tokens in plan.placement.sets]
+    index = [token_index(tokens, q.device) for tokens in plan.placement.sets]
     bound = [BoundPlan(plan, rank, q.device) for rank in range(plan.size)]
     pools = [BufferPool(q.device, poison) for _ in bound]
     given = [{"q": {"q": q[at].contiguous()}, "kv": {"k": k[at].contiguous(), "v": v[at].contiguous()}} for at in index]
@@ -71,7 +71,7 @@ def run_loopback(
     for run, at, one in zip(runs, index, bound):
         result.out[at] = run.held[one.programs["forward"].results["out"]].tensors["out"].to(q.dtype)
         acc = one.programs["forward"].buffers["acc"]
-        where = torch.from_numpy(acc.tokens.expand()).to(q.device)
+        where = token_index(acc.tokens, q.device)
         result.lse[acc.heads[0] : acc.heads[1], where] = run.get("acc").tensors["lse"]
     if dout is not None:
         saved = [

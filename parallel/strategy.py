@@ -110,10 +110,10 @@ class Strategy:
         if given["cp_outer"] is None:
             given["cp_outer"], free = (1, free) if self.exchange in ("none", "all_to_all") else (free, 1)
         if free != 1:
-            total = world // free
+            total, replicas = world // free, (given["dp"] or 1) * free
             raise ValueError(
-                f"{self.name}: the axes make up {total} ranks, and there are {world}; set strategy.dp={free} for "
-                "replicas, or leave an axis null"
+                f"{self.name}: the axes make up {total} ranks, and there are {world}; set "
+                f"strategy.dp={replicas} for replicas, or leave an axis null"
             )
         mesh = MeshSpec(**{axis: size or 1 for axis, size in given.items()}, node_size=self.node_size)
         self._check_mesh(mesh, heads)

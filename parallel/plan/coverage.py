@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,28 +24,46 @@ class Block:
 def covered(tokens: TokenSet, heads: Heads, parts: Iterable[tuple[TokenSet, Heads]]) -> bool:
     """Whether tokens x heads lie within the union of `parts`."""
     parts = list(parts)
-    if any(p == tokens and h[0] <= heads[0] and heads[1] <= h[1] for p, h in parts):
+    if any(h[0] <= heads[0] and heads[1] <= h[1] and inside(tokens, p) for p, h in parts):
         return True
     cuts = {edge for _, part in parts for edge in part if heads[0] < edge < heads[1]}
-    return all(_within([p for p, h in parts if h[0] <= head < h[1]], tokens) for head in {heads[0], *cuts})
+    for head in (heads[0], *cuts):
+        held = [p for p, h in parts if h[0] <= head < h[1]]
+        if not held or not inside(tokens, TokenSet.concatenate(held)):
+            return False
+    return True
 
 
-def _within(parts: list[TokenSet], tokens: TokenSet) -> bool:
-    """Whether the union of `parts` holds all of `tokens`."""
-    if any(part == tokens for part in parts):
+@lru_cache(4096)
+def inside(tokens: TokenSet, held: TokenSet) -> bool:
+    """Whether all of `tokens` are among `held`."""
+    if tokens == held:
         return True
-    if not parts:
-        return False
-    if all(_plain(part) for part in parts):
-        held = join_spans(np.concatenate([part.ranges[:, :2] for part in parts]))
-        return tokens.clip(held).count == tokens.count
-    return bool(np.isin(tokens.expand(), np.concatenate([part.expand() for part in parts])).all())
+    if _plain(held):
+        return tokens.clip(join_spans(held.ranges[:, :2])).count == tokens.count
+    return bool(np.isin(tokens.expand(), held.expand()).all())
+
+
+@lru_cache(4096)
+def common(a: TokenSet, b: TokenSet) -> TokenSet:
+    """The tokens that lie in both, in the sequence's order."""
+    if _plain(b) or _plain(a):
+        cut, by = (a, b) if _plain(b) else (b, a)
+        ranges = cut.clip(join_spans(by.ranges[:, :2])).ranges
+        return TokenSet.from_array(ranges[np.argsort(ranges[:, 0], kind="stable")])
+    both = np.intersect1d(a.expand(), b.expand(), assume_unique=True)
+    return TokenSet.from_array(np.stack([both, both + 1, np.ones_like(both)], 1))
+
+
+def _plain(tokens: TokenSet) -> bool:
+    """Runs of consecutive tokens alone: its ranges are spans."""
+    return bool((tokens.ranges[:, 2] == 1).all())
 
 
 def meets(tokens: TokenSet, heads: Heads, parts: list[tuple[TokenSet, Heads]]) -> bool:
     """Whether tokens x heads share anything with one of `parts`."""
     return any(
-        max(heads[0], h[0]) < min(heads[1], h[1]) and (p == tokens or _common(p, tokens).count > 0) for p, h in parts
+        max(heads[0], h[0]) < min(heads[1], h[1]) and (p == tokens or common(p, tokens).count > 0) for p, h in parts
     )
 
 
@@ -56,25 +75,10 @@ def restrict(
     for block, held, held_heads in blocks:
         both = (max(heads[0], held_heads[0]), min(heads[1], held_heads[1]))
         if both[0] < both[1]:
-            common = held if held == tokens else _common(held, tokens)
-            if common.count:
-                kept.append((block, common, both))
+            shared = held if held == tokens else common(held, tokens)
+            if shared.count:
+                kept.append((block, shared, both))
     return kept
-
-
-def _common(a: TokenSet, b: TokenSet) -> TokenSet:
-    """The tokens of both, in the sequence's order."""
-    if _plain(b) or _plain(a):
-        cut, by = (a, b) if _plain(b) else (b, a)
-        ranges = cut.clip(join_spans(by.ranges[:, :2])).ranges
-        return TokenSet.from_array(ranges[np.argsort(ranges[:, 0], kind="stable")])
-    both = np.intersect1d(a.expand(), b.expand(), assume_unique=True)
-    return TokenSet.from_array(np.stack([both, both + 1, np.ones_like(both)], 1))
-
-
-def _plain(tokens: TokenSet) -> bool:
-    """Runs of consecutive tokens alone, so that spans say all."""
-    return bool((tokens.ranges[:, 2] == 1).all())
 
 
 def coverage_fault(

@@ -88,10 +88,19 @@ class TokenSet:
         return self.ranges.tobytes()
 
     def expand(self) -> NDArray[np.int64]:
-        """int64 [count]: every token, in order."""
-        first = np.cumsum(self.sizes) - self.sizes
-        within = np.arange(self.count) - np.repeat(first, self.sizes)
-        return np.repeat(self.ranges[:, 0], self.sizes) + within * np.repeat(self.ranges[:, 2], self.sizes)
+        """int64 [count], read-only: every token, in order."""
+        return self._expanded
+
+    @cached_property
+    def _expanded(self) -> NDArray[np.int64]:
+        if len(self.ranges) == 1:
+            tokens = np.arange(*self.ranges[0])
+        else:
+            first = np.cumsum(self.sizes) - self.sizes
+            within = np.arange(self.count) - np.repeat(first, self.sizes)
+            tokens = np.repeat(self.ranges[:, 0], self.sizes) + within * np.repeat(self.ranges[:, 2], self.sizes)
+        tokens.setflags(write=False)
+        return tokens
 
     def clip(self, spans: Spans) -> "TokenSet":
         """The tokens that lie in `spans`, in this set's order. The set must be ascending."""

@@ -84,7 +84,7 @@ def test_package_init_is_empty(package: str):
 
 def test_planning_loads_no_torch():
     heavy = "('torch', 'triton', 'hydra', 'kernels')"
-    code = f"import sys, parallel.plan.layout; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, parallel.strategy; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

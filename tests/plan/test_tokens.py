@@ -1,0 +1,127 @@
+"""Token ranges against the tokens themselves."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel.plan.layout import PackedLayout
+from parallel.plan.mesh import MeshSpec
+from parallel.plan.tokens import EMPTY, TokenSet, join_spans, union
+from parallel.plan.visibility import MaskSpec, Visibility
+from parallel.sharding import SHARDINGS
+from parallel.strategy import load_strategy
+
+
+@st.composite
+def token_sets(draw: st.DrawFn, total: int) -> TokenSet:
+    """An ascending set of tokens below `total`, strides among its ranges."""
+    ranges, at = [], 0
+    while at < total and draw(st.booleans()):
+        start = at + draw(st.integers(0, 3))
+        stop = min(total, start + draw(st.integers(1, 12)))
+        if start < stop:
+            ranges.append((start, stop, draw(st.sampled_from([1, 1, 1, 2, 3, 4, 6]))))
+        at = max(stop, start + 1)
+    return TokenSet.of(*ranges)
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> tuple[PackedLayout, MaskSpec, TokenSet, TokenSet]:
+    rows = draw(st.lists(st.lists(st.integers(1, 9), max_size=4), min_size=1, max_size=3))
+    fullest = max(sum(row) for row in rows) + draw(st.integers(0, 3))
+    layout = PackedLayout.from_lengths([n for row in rows for n in row], [len(row) for row in rows], fullest)
+    mask = MaskSpec(draw(st.booleans()), draw(st.sampled_from([None, None, 1, 2, 3, 5])))
+    total = layout.total_tokens
+    return layout, mask, draw(token_sets(total)), draw(token_sets(total))
+
+
+def dense(layout: PackedLayout, mask: MaskSpec, queries: TokenSet, keys: TokenSet) -> np.ndarray:
+    q, k, documents = queries.expand()[:, None], keys.expand()[None], layout.document_ids()
+    inside = (documents[q] == documents[k]) & (documents[q] >= 0)
+    return inside & (q - k <= mask.before) & (k - q <= mask.after)
+
+
+@given(scenes())
+def test_visibility_in_closed_form(scene: tuple[PackedLayout, MaskSpec, TokenSet, TokenSet]):
+    layout, mask, queries, keys = scene
+    allowed, sight = dense(layout, mask, queries, keys), Visibility(layout, mask)
+    assert sight.pairs(queries, keys) == allowed.sum()
+    assert sight.any(queries, keys) == allowed.any()
+    assert sight.any_of([queries, keys], [keys]).tolist() == [[allowed.any()], [sight.any(keys, keys)]]
+    assert sight.needed_keys(queries, keys).expand().tolist() == keys.expand()[allowed.any(0)].tolist()
+    assert sight.needed_queries(queries, keys).expand().tolist() == queries.expand()[allowed.any(1)].tolist()
+    everything = TokenSet.of((0, layout.total_tokens))
+    assert sight.work(everything) == layout.pairs(mask.causal, mask.window)
+
+
+def test_pairs_of_long_documents_are_counted_in_blocks():
+    layout = PackedLayout.from_lengths([40_000])
+    units = [TokenSet.of(*((start, start + 8) for start in range(r * 8, 40_000, 32))) for r in range(4)]
+    sight = Visibility(layout, MaskSpec())
+    total = sum(sight.pairs(q, k) for q in units for k in units)
+    assert total == 40_000 * 40_001 // 2
+
+
+@given(st.data())
+def test_sets_of_tokens(data: st.DataObject):
+    tokens = data.draw(token_sets(60))
+    held = tokens.expand()
+    assert tokens.count == len(held) and tokens.ascending
+    first = data.draw(st.integers(0, tokens.count))
+    stop = data.draw(st.integers(first, tokens.count))
+    assert tokens.cut(first, stop).expand().tolist() == held[first:stop].tolist()
+    assert TokenSet.of(*tokens.tuples()) == tokens and hash(TokenSet.of(*tokens.tuples())) == hash(tokens)
+    odd, even = TokenSet.of((1, 60, 2)), TokenSet.of((0, 60, 2))
+    assert union([odd, even]) == TokenSet.of((0, 60))
+    assert union([tokens.cut(first, tokens.count), tokens.cut(0, first)]).expand().tolist() == held.tolist()
+    assert TokenSet.concatenate([odd, even]).expand().tolist() == [*range(1, 60, 2), *range(0, 60, 2)]
+    assert not TokenSet.concatenate([odd, even]).ascending
+
+
+def test_ranges_are_refused_or_joined():
+    assert TokenSet.of((0, 4), (4, 9)) == TokenSet.of((0, 9))
+    assert TokenSet.of((3, 3), (5, 2)) == EMPTY and TokenSet.of().count == 0
+    for bad in ((-1, 3), (0, 3, 0)):
+        with pytest.raises(ValueError, match="needs a start of 0 or more"):
+            TokenSet.of(bad)
+    assert join_spans(np.array([[5, 9], [0, 3], [2, 4], [9, 9]])).tolist() == [[0, 4], [5, 9]]
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+@given(st.lists(st.lists(st.integers(1, 40), max_size=5), min_size=1, max_size=3), st.integers(0, 9), st.integers(1, 9))
+def test_shardings_deal_every_token_once(name: str, rows: list[list[int]], padding: int, units: int):
+    fullest = max(sum(row) for row in rows) + padding
+    layout = PackedLayout.from_lengths([n for row in rows for n in row], [len(row) for row in rows], fullest)
+    dealt, T = SHARDINGS[name](layout, units), layout.total_tokens
+    assert sorted(t for unit in dealt for t in unit.expand().tolist()) == list(range(T))
+    assert all(unit.ascending for unit in dealt)
+    other = PackedLayout.from_lengths([1] * layout.num_rows, [1] * layout.num_rows, fullest) if fullest else layout
+    assert [u.count for u in SHARDINGS[name](other, units)] == [u.count for u in dealt]  # documents do not matter
+    assert max(u.count for u in dealt) - min(u.count for u in dealt) <= (2 if name == "zigzag" else 1)
+
+
+def test_imbalance_of_four_documents_on_four_ranks():
+    """Global zigzag can be worse than contiguous; per document is even."""
+    layout = PackedLayout.from_lengths([40, 8, 8, 8])
+    sight, found = Visibility(layout, MaskSpec()), {}
+    for name, sharding in SHARDINGS.items():
+        work = [sight.work(unit) for unit in sharding(layout, 4)]
+        found[name] = round(max(work) / (sum(work) / 4), 2)
+    assert found == {"contiguous": 1.69, "zigzag": 2.24, "striped": 1.1, "per_document": 1.0}
+
+
+def test_inner_ranks_hold_contiguous_parts_of_their_unit():
+    layout = PackedLayout.from_lengths([50, 51])
+    placement = load_strategy("usp", cp_inner=4, cp_outer=3).shard(layout, MeshSpec(cp_outer=3, cp_inner=4))
+    for number, unit in enumerate(placement.units):
+        parts = placement.sets[4 * number : 4 * number + 4]
+        assert TokenSet.concatenate(parts) == unit and max(p.count for p in parts) - min(p.count for p in parts) <= 1
+    assert placement.tokens(0) == placement.sets[0].tuples()
+    with pytest.raises(ValueError, match="outside the 12 ranks"):
+        placement.tokens(12)
+
+
+def test_windows_are_refused():
+    with pytest.raises(ValueError, match="window=0"):
+        MaskSpec(window=0)
