@@ -10,13 +10,15 @@ On real ranks:
 In one process, to see that a plan is right: `run_loopback(plan, q, k, v, dout)`.
 """
 
+import hashlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.rounds import choose_rounds
+from parallel.ahead import Ahead
 from parallel.attention import Engine, planned_attention
 from parallel.bind import DTYPES, BoundPlan, token_index
 from parallel.comm import Recorder, TorchTransport, gather_uneven
@@ -27,6 +29,7 @@ from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import MeshSpec
 from parallel.plan.placement import Placement
+from parallel.plan.plan import Plan
 from parallel.plan.visibility import MaskSpec
 from parallel.pool import BufferPool
 from parallel.strategy import Strategy, load_strategy
@@ -49,6 +52,15 @@ class LayerContext(Protocol):
     def sink(self) -> Tensor | None: ...
 
 
+class Batch(NamedTuple):
+    """What a batch's plans depend on."""
+
+    layout: PackedLayout
+    shape: AttentionShape
+    windows: tuple[int | None, ...]
+    causal: bool
+
+
 class ContextParallel:
     """One rank's attention under a strategy. `bind` it to each batch, then call it in every layer.
 
@@ -63,6 +75,7 @@ class ContextParallel:
         self.recorder = Recorder()
         self.transport = TorchTransport(groups, self.rank)
         self._pools: dict[torch.device, BufferPool] = {}
+        self.plans: Ahead[Batch, dict[int | None, Plan]] = Ahead(self._plan)
         self._bound: dict[int | None, BoundPlan] = {}
         self._engine: Engine | None = None
         self._placement: Placement | None = None
@@ -76,24 +89,53 @@ class ContextParallel:
         device: torch.device | str = "cpu",
         causal: bool = True,
     ) -> None:
-        """Plan this rank's steps for a batch, one plan for each distinct window among the layers.
+        """Take the batch's plans for this rank, one for each distinct window among the layers, or make them now.
 
-        Every rank of the cp group must bind the same layout.
+        Every rank of the cp group must bind the same layout: their plans' hashes are compared.
 
         Raises:
-            ValueError: what the strategy refuses, the same on every rank, before anything is sent.
+            ValueError: what the strategy refuses, or ranks whose plans differ; the same on every rank, before any
+                attention is sent.
         """
         device = torch.device(device)
-        placement = self.strategy.shard(layout, self.mesh)
-        self._bound = {}
-        for window in dict.fromkeys(windows):
-            plan = self.strategy.plan(placement, shape, MaskSpec(causal, window), ranks=[self.rank])
-            self._bound[window] = BoundPlan(plan, self.rank, device)
-        self._placement = placement
-        self._index = token_index(placement.sets[self.rank], device)
+        plans = self.plans.get(Batch(layout, shape, tuple(windows), causal))
+        self._agree(plans, device)
+        self._bound = {window: BoundPlan(plan, self.rank, device) for window, plan in plans.items()}
+        self._placement = next(iter(plans.values())).placement
+        self._index = token_index(self._placement.sets[self.rank], device)
         pool = self._pools.setdefault(device, BufferPool(device))
         rounds = choose_rounds(self.backend, torch.empty(0, 1, 1, dtype=DTYPES[shape.dtype], device=device))
         self._engine = Engine(self.transport, pool, rounds, self.recorder)
+
+    def prepare(
+        self, layout: PackedLayout, shape: AttentionShape, windows: Sequence[int | None] = (None,), causal: bool = True
+    ) -> None:
+        """Begin to plan a batch that will be bound later, on a thread of its own."""
+        self.plans.prepare(Batch(layout, shape, tuple(windows), causal))
+
+    def _plan(self, batch: "Batch") -> dict[int | None, Plan]:
+        placement = self.strategy.shard(batch.layout, self.mesh)
+        return {
+            window: self.strategy.plan(placement, batch.shape, MaskSpec(batch.causal, window), ranks=[self.rank])
+            for window in dict.fromkeys(batch.windows)
+        }
+
+    def _agree(self, plans: dict[int | None, Plan], device: torch.device) -> None:
+        """Raise ValueError on every rank unless all have made the same plans. Always compared: a rank that skipped it
+        because it knows its own plan would leave the others waiting."""
+        group = self.groups.get("cp")
+        if group is None:
+            return
+        name = "".join(plan.hash for plan in plans.values())
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        mine = torch.tensor([list(digest)], dtype=torch.uint8, device=device)
+        found = [part.tolist()[0] for part in gather_uneven(mine, [1] * self.mesh.cp, group)]
+        strangers = [rank for rank, other in enumerate(found) if other != found[0]]
+        if strangers:
+            raise ValueError(
+                f"the ranks of a sequence have planned different batches: {strangers} differ from rank 0 of "
+                f"{self.mesh.cp}; give every rank of a cp group the same layout"
+            )
 
     @property
     def placement(self) -> Placement:

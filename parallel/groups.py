@@ -4,10 +4,12 @@ import torch.distributed as dist
 
 from parallel.plan.mesh import MeshSpec
 
+# The last two are channels of their own among the same ranks: inside and across move at the same time, and batch groups
+# of any size send on them without a group ever being made for a batch.
 GROUPS: dict[str, tuple[str, ...]] = {
     "cp": ("cp_outer", "cp_inner"),
-    "cp_outer": ("cp_outer",),
-    "cp_inner": ("cp_inner",),
+    "cp_outer": ("cp_outer", "cp_inner"),
+    "cp_inner": ("cp_outer", "cp_inner"),
     "dp": ("dp",),
     "dp_cp": ("dp", "cp_outer", "cp_inner"),
 }

@@ -10,7 +10,7 @@ No torch here: a schedule can be planned, proved, priced and drawn on any machin
 
 import dataclasses
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Strategy:
     exchange: str = "none"  # how queries meet keys across cp_outer (all_to_all: across all of cp): EXCHANGES, or none
     inner_exchange: str | None = None  # inside each group of cp_inner ranks: all_to_all or ring; null: no inner level
     head_slices: int | None = None  # all_gather: parts of the key heads, gathered one after the other; null: up to 4
+    batch_groups: int | str = 1  # groups of ranks with rows of their own; auto: as many as divide the rows and cp
     weights: str = "replicated"  # replicated (DDP) or fully_sharded (FSDP2), over dp x cp
     pp: int | None = None  # null: 1
     dp: int | None = None  # replicas; null: 1, or the ranks that are left where cp_outer is given
@@ -53,6 +54,8 @@ class Strategy:
         _choose("exchange", self.exchange, ["none", *EXCHANGES])
         _choose("inner_exchange", self.inner_exchange, [None, *INNER_EXCHANGES])
         _choose("weights", self.weights, WEIGHTS)
+        if self.batch_groups != "auto" and (not isinstance(self.batch_groups, int) or self.batch_groups < 1):
+            raise ValueError(f"strategy.batch_groups={self.batch_groups!r}; give a number of at least 1, or auto")
         for axis in (*AXES, "node_size", "head_slices"):
             value = getattr(self, axis)
             if value is not None and value < 1:
@@ -62,10 +65,10 @@ class Strategy:
                 raise ValueError(
                     f"strategy.{axis}={getattr(self, axis)} is not supported; use strategy.{axis}=1 and cp or dp"
                 )
-        if self.head_slices is not None and self.exchange != "all_gather":
+        if self.head_slices is not None and "all_gather" not in self.exchange:
             raise ValueError(
-                f"strategy.head_slices={self.head_slices} belongs to exchange=all_gather, and exchange={self.exchange} "
-                "would ignore it; leave it out"
+                f"strategy.head_slices={self.head_slices} belongs to exchange=all_gather or compact_all_gather, and "
+                f"exchange={self.exchange} would ignore it; leave it out"
             )
         if self.inner_exchange and self.exchange not in ("none", *_hierarchical()):
             raise ValueError(
@@ -142,7 +145,7 @@ class Strategy:
                 f"cp_inner={mesh.cp_inner} needs an exchange inside the group; set strategy.inner_exchange="
                 f"{' or '.join(INNER_EXCHANGES)}, or use cp_outer={mesh.cp} alone"
             )
-        if self.splits_heads and mesh.cp_inner > heads:
+        if self.splits_heads and mesh.cp_inner > heads and self.batch_groups == 1:
             raise ValueError(
                 f"cp_inner={mesh.cp_inner} ranks cannot share {heads} query heads; use cp_inner={heads} or less, or "
                 "exchange=ring"
@@ -153,12 +156,39 @@ class Strategy:
         """Whether the ranks of an inner group exchange tokens for heads."""
         return self.exchange == "all_to_all" or self.inner_exchange == "all_to_all"
 
+    def groups(self, rows: int, cp: int) -> int:
+        """Batch groups of a micro-batch of `rows` packed rows on `cp` ranks: with auto, the most that divide both.
+
+        Raises:
+            ValueError: a number of groups that does not divide both.
+        """
+        if self.batch_groups == "auto":
+            return gcd(rows, cp) if rows else 1
+        groups = int(self.batch_groups)
+        if rows % groups or cp % groups:
+            raise ValueError(
+                f"strategy.batch_groups={groups} does not divide the micro-batch's {rows} rows and the {cp} ranks that "
+                f"share it; use a divisor of {gcd(rows, cp)}, or auto"
+            )
+        return groups
+
     def shard(self, layout: PackedLayout, mesh: MeshSpec) -> Placement:
-        """Deal the tokens of `layout` to the cp ranks of `mesh`. ValueError for an unknown sharding."""
+        """Deal the tokens of `layout` to the cp ranks of `mesh`: rows to batch groups, and inside by the sharding.
+
+        Raises:
+            ValueError: an unknown sharding, or batch groups that do not divide the rows and the ranks.
+        """
         self.validate()
-        split = mesh.cp_inner if self.splits_heads else 1
-        units = SHARDINGS[self.sharding](layout, mesh.cp // split)
-        return Placement(layout, mesh, tuple(units), split)
+        groups = self.groups(layout.num_rows, mesh.cp)
+        ranks, rows = mesh.cp // groups, layout.num_rows // groups
+        split = 1
+        if self.splits_heads:
+            split = ranks if self.exchange == "all_to_all" else gcd(mesh.cp_inner, ranks)
+        deal, units = SHARDINGS[self.sharding], []
+        for group in range(groups):
+            part = layout if groups == 1 else layout.select_rows(group * rows, (group + 1) * rows)
+            units += [unit.shift(group * rows * layout.row_length) for unit in deal(part, ranks // split)]
+        return Placement(layout, mesh, tuple(units), split, groups)
 
     def plan(self, placement: Placement, shape: AttentionShape, mask: MaskSpec, ranks: list[int] | None = None) -> Plan:
         """The steps of every cp rank, forward and backward; or of `ranks` alone, which costs their share of the time.
@@ -168,6 +198,11 @@ class Strategy:
         """
         self.validate()
         self._check_mesh(placement.mesh, shape.H)
+        if placement.split > shape.H:
+            raise ValueError(
+                f"{placement.split} ranks of a group cannot share {shape.H} query heads; use cp_inner={shape.H} or "
+                "less, more rows in a micro-batch, or exchange=ring"
+            )
         exchange = EXCHANGES.get(self.exchange)
         if exchange is not None:
             exchange.check(placement.mesh, shape, mask)

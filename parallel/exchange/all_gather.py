@@ -4,13 +4,19 @@ Under a window only the keys in its reach travel. A gathered buffer is rank-majo
 order, it is attended block by block, or put in order first (`Copy`), whichever moves fewer bytes. While a slice is
 computed the next one travels; a member's own keys are computed while the slice's others are on their way. Backward
 gathers again and sends each block's gradients home, where they are added in the order of ranks.
+
+The compact form (FlashCP) gathers only keys that some other rank needs: nothing of a document that lies on one rank,
+and nothing of a document's last part.
 """
 
+import dataclasses
 from functools import cached_property
+
+import numpy as np
 
 from parallel.exchange.lane import Exchange, Lane
 from parallel.plan.ir import Heads, Message
-from parallel.plan.tokens import TokenSet, union
+from parallel.plan.tokens import EMPTY, TokenSet, join_spans, union
 from parallel.plan.writer import Writer
 
 MOST_SLICES = 4
@@ -29,6 +35,18 @@ def _query_heads(lane: Lane, keys: Heads) -> Heads:
     return max(lane.heads[0], keys[0] * group), min(lane.heads[1], keys[1] * group)
 
 
+def travelling(lane: Lane, queries: int, keys: int) -> TokenSet:
+    """What of member `keys` goes to member `queries`: all of it, or a window's halo; compact: what anyone needs."""
+    if not lane.compact:
+        return lane.dealt.halo(queries, keys)
+    kept = lane.dealt.kept
+    if ("compact", keys) not in kept:
+        sight, sets = lane.scene.sight, lane.sets
+        spans = [sight.reach(sets[other]) for other in range(lane.size) if other != keys and lane.sees(other, keys)]
+        kept["compact", keys] = sets[keys].clip(join_spans(np.concatenate(spans))) if spans else EMPTY
+    return kept["compact", keys]
+
+
 class _Gathered:
     """What comes together at a member: everyone's keys, in order of ranks, and how they are attended.
 
@@ -36,15 +54,18 @@ class _Gathered:
     """
 
     def __init__(self, lane: Lane) -> None:
-        self.lane, dealt = lane, lane.dealt
-        self.parts = [lane.mine if b == lane.me else dealt.halo(lane.me, b) for b in range(lane.size)]
-        self.tokens = TokenSet.concatenate(self.parts) if lane.scene.windowed else dealt.everything
+        self.lane = lane
+        self.parts = [lane.mine if b == lane.me else travelling(lane, lane.me, b) for b in range(lane.size)]
+        self.shared = not (lane.scene.windowed or lane.compact)
+        self.tokens = lane.dealt.everything if self.shared else TokenSet.concatenate(self.parts)
         self.blocks = [run for run, members in self._runs() if any(lane.sees(lane.me, b) for b in members)]
         self.reorders = self._pays_to_reorder(len(self.blocks))
 
     @cached_property
     def ordered(self) -> TokenSet:
         """The gathered tokens in the sequence's order."""
+        if self.lane.compact:
+            return union(self.parts)
         if self.lane.scene.windowed:
             sight = self.lane.scene.sight
             reach = TokenSet.of((0, sight.layout.total_tokens)).clip(sight.reach(self.lane.mine))
@@ -82,7 +103,7 @@ class _Gathered:
 
 def _gathered(lane: Lane) -> _Gathered:
     """Made once for both directions."""
-    key = ("gathered", lane.me, lane.heads)
+    key = ("gathered", lane.me, lane.heads, lane.compact)
     if key not in lane.dealt.kept:
         lane.dealt.kept[key] = _Gathered(lane)
     return lane.dealt.kept[key]
@@ -96,7 +117,7 @@ def _gather(
         return [], []
     others, heads = [b for b in range(lane.size) if b != lane.me], slices[index]
     name = w.buffer(f"gathered{index}", "kv", at.tokens, heads)
-    sends = [Message(lane.ranks[b], "kv", lane.names["kv"], lane.dealt.halo(b, lane.me), heads) for b in others]
+    sends = [Message(lane.ranks[b], "kv", lane.names["kv"], travelling(lane, b, lane.me), heads) for b in others]
     recvs = [Message(lane.ranks[b], "kv", name, at.parts[b], heads) for b in others]
     return sends, recvs
 
@@ -110,7 +131,7 @@ def _return(
     heads, sends, recvs = slices[index], [], []
     for b in range(lane.size):
         if b != lane.me:
-            tokens = lane.dealt.halo(b, lane.me)
+            tokens = travelling(lane, b, lane.me)
             name = w.buffer(f"returned{index}.{b}", "grad_kv", tokens, heads, exact=True)
             sends.append(Message(lane.ranks[b], "grad_kv", f"grad_gathered{index}", at.parts[b], heads, exact=True))
             recvs.append(Message(lane.ranks[b], "grad_kv", name, tokens, heads, exact=True))
@@ -188,3 +209,14 @@ def _settle(w: Writer, lane: Lane, slices: list[Heads], index: int) -> None:
 
 
 ALL_GATHER = Exchange(forward, backward, "Llama 3, arXiv 2407.21783, section 3.3.2")
+
+
+def compact_forward(w: Writer, lane: Lane) -> None:
+    forward(w, dataclasses.replace(lane, compact=True))
+
+
+def compact_backward(w: Writer, lane: Lane) -> None:
+    backward(w, dataclasses.replace(lane, compact=True))
+
+
+COMPACT_ALL_GATHER = Exchange(compact_forward, compact_backward, "FlashCP, section 4.3: sharding-aware communication")

@@ -6,6 +6,7 @@ over both levels.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from parallel.exchange.all_to_all import HeadGroup
@@ -35,13 +36,10 @@ class Composer:
 
     axes: dict[str, Any]
     placement: Placement
-    dealt: Dealt
+    scene: Scene
+    dealt: tuple[Dealt, ...]  # of each batch group
     exchange: Exchange | None
     double: bool
-
-    @property
-    def scene(self) -> Scene:
-        return self.dealt.scene
 
     def plan(self, ranks: Iterable[int] | None) -> Plan:
         """Write the programs of `ranks`, or of all. ValueError for a rank outside the cp group."""
@@ -59,13 +57,15 @@ class Composer:
         )
 
     def _lane(self, rank: int, group: HeadGroup | None) -> Lane:
-        mesh = self.placement.mesh
+        placement, n = self.placement, self.placement.group_units
+        unit = rank // placement.split
+        dealt, first, me = self.dealt[unit // n], unit // n * n, unit % n
         if group is None:
-            lap = mesh.cp_inner if self.double and mesh.cp_inner > 1 and mesh.cp_outer > 1 else mesh.cp
-            heads = (0, self.scene.shape.H)
-            return Lane(self.dealt, tuple(range(mesh.cp)), rank, lap, "cp", heads, FLAT)
-        ranks = tuple(unit * self.placement.split + group.me for unit in range(len(self.placement.units)))
-        return Lane(self.dealt, ranks, group.unit_index, len(ranks), "cp_outer", group.heads[group.me], HEADED)
+            lap = gcd(placement.mesh.cp_inner, n) if self.double else n
+            ranks = tuple(range(first, first + n))
+            return Lane(dealt, ranks, me, n if lap == 1 else lap, "cp", (0, self.scene.shape.H), FLAT)
+        ranks = tuple(other * placement.split + group.me for other in range(first, first + n))
+        return Lane(dealt, ranks, me, n, "cp_outer", group.heads[group.me], HEADED)
 
     def _group(self, rank: int) -> HeadGroup | None:
         return HeadGroup(self.scene, self.placement, rank) if self.placement.split > 1 else None
@@ -74,8 +74,9 @@ class Composer:
         w, shape, mine = Writer(rank), self.scene.shape, self.placement.sets[rank]
         group = self._group(rank)
         lane = self._lane(rank, group)
-        w.buffer("q", "q", mine, (0, shape.H), role="input")
-        w.buffer("kv", "kv", mine, (0, shape.Hkv), role="input")
+        room = max(tokens.count for tokens in self.placement.sets)
+        w.buffer("q", "q", mine, (0, shape.H), role="input", capacity=room)
+        w.buffer("kv", "kv", mine, (0, shape.Hkv), role="input", capacity=room)
         w.buffer("acc", "partial", lane.mine, lane.heads, exact=True, role="saved")
         if group:
             group.scatter_heads(w, BEFORE, {"q": "q", "kv": "kv"}, saved=True)
@@ -83,6 +84,7 @@ class Composer:
             lane.attend_own(w)
         else:
             self.exchange.forward(w, lane)
+            w.program.slabs = self.exchange.slabs(lane) if self.exchange.slabs else []
         w.result("out", "acc")
         if group:
             w.buffer("out", "out", mine, (0, shape.H), role="result")
@@ -94,13 +96,14 @@ class Composer:
         w, shape, mine = Writer(rank), self.scene.shape, self.placement.sets[rank]
         group = self._group(rank)
         lane = self._lane(rank, group)
-        w.buffer("grad_out", "grad_out", mine, (0, shape.H), role="input")
+        room = max(tokens.count for tokens in self.placement.sets)
+        w.buffer("grad_out", "grad_out", mine, (0, shape.H), role="input", capacity=room)
         for kind, heads in (("q", lane.heads), ("kv", lane.key_heads)):
-            w.buffer(lane.names[kind], kind, lane.mine, heads, role="saved")  # pyright: ignore[reportArgumentType]
+            w.buffer(lane.names[kind], kind, lane.mine, heads, role="saved", capacity=lane.room)  # pyright: ignore[reportArgumentType]
         w.buffer("acc", "partial", lane.mine, lane.heads, exact=True, role="saved")
         if group:
             group.scatter_heads(w, BEFORE, {"grad_out": "grad_out"}, saved=False)
-        w.buffer("stats", "stats", lane.mine, lane.heads, exact=True)
+        w.buffer("stats", "stats", lane.mine, lane.heads, exact=True, capacity=lane.room)
         w.stats("acc", lane.names["grad_out"], "stats")
         role = "temporary" if group else "result"
         w.buffer(lane.names["grad_q"], "grad_q", lane.mine, lane.heads, exact=True, role=role)
@@ -140,5 +143,6 @@ def build_plan(
 ) -> Plan:
     """The programs of `ranks` (None: all) under `exchange` across, and heads exchanged inside where units are split."""
     scene = Scene(Visibility(placement.layout, mask), shape, axes.get("head_slices"))
-    dealt = Dealt(scene, placement.units)  # where units are not split, they are the ranks' own sets
-    return Composer(axes, placement, dealt, exchange, axes.get("inner_exchange") == "ring").plan(ranks)
+    n = placement.group_units
+    dealt = tuple(Dealt(scene, placement.units[i : i + n]) for i in range(0, len(placement.units), n))
+    return Composer(axes, placement, scene, dealt, exchange, axes.get("inner_exchange") == "ring").plan(ranks)

@@ -6,21 +6,21 @@ over its own keys, and sends the partial result back. n / 2 rounds cover all dis
 """
 
 from parallel.exchange.lane import Exchange, Lane
-from parallel.exchange.pairwise import Edge, Rounds, pairwise_backward, pairwise_forward
+from parallel.exchange.pairwise import Edge, Schedule, pairwise_backward, pairwise_forward, straight
 from parallel.plan.ir import AttentionShape
 from parallel.plan.mesh import MeshSpec
 from parallel.plan.visibility import MaskSpec
 from parallel.plan.writer import Writer
 
 
-def _rounds(lane: Lane) -> Rounds:
+def _schedule(lane: Lane) -> Schedule:
     n = lane.size
     rounds = []
     for t in range(1, n // 2 + 1):
         fetched = [(p, p - t, "keys") for p in range(t, n)]
         helped = [(p + n - t, p, "queries") for p in range(t)] if 2 * t < n else []
         rounds.append([_edge(lane, *pair) for pair in fetched + helped if lane.sees(pair[0], pair[1])])
-    return rounds
+    return straight(rounds)
 
 
 def _edge(lane: Lane, queries: int, keys: int, moves: str) -> Edge:
@@ -36,11 +36,11 @@ def backward(w: Writer, lane: Lane) -> None:
     pairwise_backward(w, lane, _kept(lane))
 
 
-def _kept(lane: Lane) -> Rounds:
-    """The rounds, made once for all members."""
+def _kept(lane: Lane) -> Schedule:
+    """The schedule, made once for all members."""
     kept = lane.dealt.kept
     if "helper" not in kept:
-        kept["helper"] = _rounds(lane)
+        kept["helper"] = _schedule(lane)
     return kept["helper"]
 
 

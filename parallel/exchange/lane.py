@@ -75,6 +75,7 @@ class Lane:
         lap_size: members per inner lap where the lane is a double ring; otherwise all of them.
         comm: the communicator of the lane.
         heads: the query heads that the lane works on; its keys are those that these heads need.
+        compact: gather only keys that some other member needs.
         names: buffers that hold q, kv, acc, grad_out, stats, grad_q and grad_kv of the member's own tokens.
     """
 
@@ -85,6 +86,7 @@ class Lane:
     comm: str
     heads: Heads
     names: dict[str, str]
+    compact: bool = False
 
     @property
     def scene(self) -> Scene:
@@ -97,6 +99,11 @@ class Lane:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def room(self) -> int:
+        """Tokens to reserve for what a member sends: the most that any holds, which no document changes."""
+        return max(tokens.count for tokens in self.sets)
 
     @property
     def mine(self) -> TokenSet:
@@ -150,6 +157,7 @@ class Exchange:
         why_sharding: the reason where some are left out.
         sends_only_needed: no key or query travels that its receiver does not need.
         check: raises ValueError for what it cannot do.
+        slabs: (bytes, number) of buffers to reserve for a member, whatever the documents; None: as they are needed.
     """
 
     forward: Emit
@@ -160,3 +168,4 @@ class Exchange:
     why_sharding: str = ""
     sends_only_needed: bool = False
     check: Callable[[MeshSpec, AttentionShape, MaskSpec], None] = lambda mesh, shape, mask: None
+    slabs: Callable[[Lane], list[tuple[int, int]]] | None = None

@@ -1,15 +1,18 @@
 """Rounds of direct messages between pairs: keys move to queries, or queries to keys and partial results back.
 
-One batch a round. The transfer of the next round is posted before a round is computed; what a rank computed for another
-goes back two rounds later, with that round's batch, so a batch never waits for a computation of its own round.
+The messages of a round are one batch, posted before the round before it is computed. What a rank computed for another
+goes back in a batch whose number the schedule gives. Batches are posted in the order of their numbers, each as soon as
+what it carries is there, but never more than one round ahead: two rounds' keys are held at a time.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from parallel.exchange.lane import Lane
-from parallel.plan.ir import Message
+from parallel.plan.ir import Message, Wait
 from parallel.plan.tokens import TokenSet
 from parallel.plan.writer import Writer
 
@@ -38,148 +41,175 @@ class Edge:
     def receiver(self) -> int:
         return self.queries if self.moves == "keys" else self.keys
 
+    @property
+    def tokens(self) -> TokenSet:
+        """What travels."""
+        return self.k_tokens if self.moves == "keys" else self.q_tokens
 
-Rounds = Sequence[Sequence[Edge]]
+
+@dataclass(frozen=True)
+class Schedule:
+    """Rounds, counted from 1, and the batches of each direction.
+
+    Attributes:
+        rounds: the edges of each round.
+        fetches: direction -> the batch of each round's messages, increasing from 1.
+        returns: direction -> (queries, keys) -> the batch in which a block's result goes back, after the batch of the
+            round after it; forward, only edges whose queries move have one.
+    """
+
+    rounds: Sequence[Sequence[Edge]]
+    fetches: dict[str, Sequence[int]]
+    returns: dict[str, dict[tuple[int, int], int]]
+
+    @cached_property
+    def by_member(self) -> dict[int, list[tuple[int, Edge]]]:
+        """Each member's edges with their rounds."""
+        found: dict[int, list[tuple[int, Edge]]] = defaultdict(list)
+        for number, edges in enumerate(self.rounds, 1):
+            for edge in edges:
+                found[edge.queries].append((number, edge))
+                found[edge.keys].append((number, edge))
+        return found
+
+    def last_batch(self, direction: str) -> int:
+        return max([0, *self.fetches[direction], *self.returns[direction].values()])
+
+
+def straight(rounds: Sequence[Sequence[Edge]]) -> Schedule:
+    """Every result goes back with the messages of a later round, as soon as it can."""
+    last, numbers = len(rounds) + 1, range(1, len(rounds) + 1)
+    returns: dict[str, dict[tuple[int, int], int]] = {"forward": {}, "backward": {}}
+    for number, edges in enumerate(rounds, 1):
+        for edge in edges:
+            returns["backward"][edge.queries, edge.keys] = min(number + 2, last)
+            if edge.moves == "queries":
+                returns["forward"][edge.queries, edge.keys] = min(number + 2, last)
+    return Schedule(rounds, {"forward": numbers, "backward": numbers}, returns)
 
 
 class _Member:
-    """One member's share of the rounds."""
+    """One member's share of a schedule in one direction, by round and by batch."""
 
-    def __init__(self, lane: Lane, rounds: Rounds) -> None:
-        self.lane = lane
-        self.rounds = [[e for e in edges if lane.me in (e.queries, e.keys)] for edges in rounds]
+    def __init__(self, w: Writer, lane: Lane, schedule: Schedule, direction: str) -> None:
+        self.w, self.lane, self.direction = w, lane, direction
+        self.fetches, self.last = list(schedule.fetches[direction]), schedule.last_batch(direction)
+        self.round_of = {batch: number for number, batch in enumerate(self.fetches, 1)}
+        self.posted = 0
+        self.pending: dict[int, Wait | None] = {}
+        self.coming: dict[int, list[Edge]] = defaultdict(list)  # computed here
+        self.going: dict[int, list[Edge]] = defaultdict(list)
+        self.back: dict[int, list[tuple[int, Edge]]] = defaultdict(list)  # batch -> (round, edge)
+        returns = schedule.returns[direction]
+        for number, edge in schedule.by_member.get(lane.me, []):
+            (self.coming if edge.receiver == lane.me else self.going)[number].append(edge)
+            batch = returns.get((edge.queries, edge.keys))
+            if batch is not None:
+                self.back[batch].append((number, edge))
 
-    def edges(self, number: int) -> list[Edge]:
-        """The edges of round `number`, counted from 1; none outside the rounds."""
-        return self.rounds[number - 1] if 1 <= number <= len(self.rounds) else []
+    def run(self) -> None:
+        """Own block first, while the first round's messages travel; then round by round."""
+        rounds, ends = len(self.fetches), [*self.fetches, self.last + 1, self.last + 1]
+        if rounds:
+            self.post_up_to(ends[0], 0)
+        if self.direction == "forward":
+            self.lane.attend_own(self.w)
+        else:
+            self.lane.attend_own_backward(self.w)
+        for number in range(1, rounds + 1):
+            self.wait_up_to(ends[number - 1])
+            self.post_up_to(min(ends[number], self.last), number - 1)
+            for edge in self.coming[number]:
+                self.compute(number, edge)
+            self.post_up_to(ends[number + 1] - 1, number)
+        self.wait_up_to(self.last)
+
+    def post_up_to(self, batch: int, computed: int) -> None:
+        """Post batches in order up to `batch`, or to the first that carries a result of a round after `computed`."""
+        while self.posted < batch:
+            ours = [r for r, edge in self.back[self.posted + 1] if edge.receiver == self.lane.me]
+            if any(r > computed for r in ours):
+                return
+            self.posted += 1
+            self.pending[self.posted] = self.post(self.posted)
+
+    def wait_up_to(self, batch: int) -> None:
+        for number in sorted(n for n in self.pending if n <= batch):
+            self.w.wait(self.pending.pop(number))
+            self.settle(number)
 
     def name(self, what: str, number: int, edge: Edge) -> str:
-        other = edge.queries if edge.keys == self.lane.me else edge.keys
-        return f"{what}{number}.{other}"
+        if edge.receiver == self.lane.me:
+            return f"{what}{number}.{edge.sender}"
+        return f"{what}{number}.from{edge.receiver}"
 
-    def out(self, number: int) -> Iterable[Edge]:
-        return (e for e in self.edges(number) if e.sender == self.lane.me)
+    def declare(self, kind: str, number: int, edge: Edge) -> str:
+        lane = self.lane
+        heads = lane.key_heads if kind in ("kv", "grad_kv") else lane.heads
+        exact = kind in ("stats", "partial", "grad_q", "grad_kv")
+        return self.w.buffer(self.name(kind, number, edge), kind, edge.tokens, heads, exact, capacity=lane.room)  # pyright: ignore[reportArgumentType]
 
-    def into(self, number: int) -> Iterable[Edge]:
-        return (e for e in self.edges(number) if e.receiver == self.lane.me)
+    def kinds(self, edge: Edge) -> tuple[str, ...]:
+        """The kinds of buffers that go from the sender to the receiver."""
+        if edge.moves == "keys":
+            return ("kv",)
+        return ("q",) if self.direction == "forward" else ("q", "grad_out", "stats")
 
+    def result(self, edge: Edge) -> str:
+        """The kind of what goes back."""
+        if self.direction == "forward":
+            return "partial"
+        return "grad_kv" if edge.moves == "keys" else "grad_q"
 
-def pairwise_forward(w: Writer, lane: Lane, rounds: Rounds) -> None:
-    """The forward steps of member `lane.me`, its own block first, while the first round's messages travel."""
-    member = _Member(lane, rounds)
-    pending = w.post(1, lane.comm, *_fetch(w, member, 1, backward=False))
-    lane.attend_own(w)
-    for number in range(1, len(rounds) + 3):
-        w.wait(pending)
-        for edge in member.out(number - 2):
-            if edge.moves == "queries":
-                w.merge(member.name("partial", number - 2, edge), lane.names["acc"])
-                w.free(member.name("partial", number - 2, edge))
-        for edge in member.into(number - 2):
-            if edge.moves == "queries":
-                w.free(member.name("partial", number - 2, edge))
-        sends, recvs = _fetch(w, member, number + 1, backward=False)
-        back, home = _partials(w, member, number - 1)
-        pending = w.post(number + 1, lane.comm, sends + back, recvs + home)
-        for edge in member.into(number):
-            _attend(w, member, number, edge)
+    def post(self, batch: int) -> Wait | None:
+        sends, recvs, lane = [], [], self.lane
+        number = self.round_of.get(batch, 0)
+        for edge in self.going[number]:
+            for kind in self.kinds(edge):
+                sends.append(lane.message(edge.receiver, kind, lane.names[kind], edge.tokens, exact=kind == "stats"))
+        for edge in self.coming[number]:
+            for kind in self.kinds(edge):
+                name = self.declare(kind, number, edge)
+                recvs.append(lane.message(edge.sender, kind, name, edge.tokens, exact=kind == "stats"))
+        for computed, edge in self.back[batch]:
+            kind = self.result(edge)
+            if edge.receiver == lane.me:
+                sends.append(lane.message(edge.sender, kind, self.name(kind, computed, edge), edge.tokens, exact=True))
+            else:
+                name = self.declare(kind, computed, edge)
+                recvs.append(lane.message(edge.receiver, kind, name, edge.tokens, exact=True))
+        return self.w.post(batch, lane.comm, sends, recvs)
 
+    def settle(self, batch: int) -> None:
+        """After a batch: merge or add what came back, in the order of ranks, and let go of what was sent."""
+        for computed, edge in sorted(self.back[batch], key=lambda item: item[1].receiver):
+            kind = self.result(edge)
+            name = self.name(kind, computed, edge)
+            if edge.sender == self.lane.me:
+                if kind == "partial":
+                    self.w.merge(name, self.lane.names["acc"])
+                else:
+                    self.w.add(name, self.lane.names[kind])
+            self.w.free(name)
 
-def pairwise_backward(w: Writer, lane: Lane, rounds: Rounds) -> None:
-    """The backward steps of the same rounds: what moved moves again, and its gradients go back in fp32."""
-    member = _Member(lane, rounds)
-    pending = w.post(1, lane.comm, *_fetch(w, member, 1, backward=True))
-    lane.attend_own_backward(w)
-    for number in range(1, len(rounds) + 3):
-        w.wait(pending)
-        for edge in member.out(number - 2):
-            what = "grad_kv" if edge.moves == "keys" else "grad_q"
-            w.add(member.name(what, number - 2, edge), lane.names[what])
-            w.free(member.name(what, number - 2, edge))
-        for edge in member.into(number - 2):
-            w.free(member.name("grad_kv" if edge.moves == "keys" else "grad_q", number - 2, edge))
-        sends, recvs = _fetch(w, member, number + 1, backward=True)
-        back, home = _gradients(w, member, number - 1)
-        pending = w.post(number + 1, lane.comm, sends + back, recvs + home)
-        for edge in member.into(number):
-            _attend_backward(w, member, number, edge)
-
-
-def _travelling(edge: Edge, backward: bool) -> tuple[str, ...]:
-    """The kinds of buffers that go from the sender to the receiver."""
-    if edge.moves == "keys":
-        return ("kv",)
-    return ("q", "grad_out", "stats") if backward else ("q",)
-
-
-def _fetch(w: Writer, member: _Member, number: int, backward: bool) -> Sides:
-    lane, sends, recvs = member.lane, [], []
-    for edge in member.out(number):
-        tokens = edge.k_tokens if edge.moves == "keys" else edge.q_tokens
-        for kind in _travelling(edge, backward):
-            sends.append(lane.message(edge.receiver, kind, lane.names[kind], tokens, exact=kind == "stats"))
-    for edge in member.into(number):
-        tokens = edge.k_tokens if edge.moves == "keys" else edge.q_tokens
-        for kind in _travelling(edge, backward):
-            name = _declare(w, member, kind, number, edge, tokens)
-            recvs.append(lane.message(edge.sender, kind, name, tokens, exact=kind == "stats"))
-    return sends, recvs
-
-
-def _declare(w: Writer, member: _Member, kind: str, number: int, edge: Edge, tokens: TokenSet) -> str:
-    lane = member.lane
-    heads = lane.key_heads if kind in ("kv", "grad_kv") else lane.heads
-    exact = kind in ("stats", "partial", "grad_q", "grad_kv")
-    capacity = lane.sets[edge.sender].count
-    return w.buffer(member.name(kind, number, edge), kind, tokens, heads, exact, capacity=capacity)  # pyright: ignore[reportArgumentType]
-
-
-def _partials(w: Writer, member: _Member, number: int) -> Sides:
-    """Partial results of round `number` on their way back to their queries."""
-    return _back(w, member, number, {"queries": "partial"})
-
-
-def _gradients(w: Writer, member: _Member, number: int) -> Sides:
-    return _back(w, member, number, {"keys": "grad_kv", "queries": "grad_q"})
-
-
-def _back(w: Writer, member: _Member, number: int, kinds: dict[str, str]) -> Sides:
-    lane, sends, recvs = member.lane, [], []
-    for edge in member.edges(number):
-        if edge.moves not in kinds:
-            continue
-        kind = kinds[edge.moves]
-        tokens = edge.k_tokens if edge.moves == "keys" else edge.q_tokens
-        if edge.receiver == lane.me:
-            sends.append(lane.message(edge.sender, kind, member.name(kind, number, edge), tokens, exact=True))
+    def compute(self, number: int, edge: Edge) -> None:
+        w, lane, n = self.w, self.lane, self.lane.names
+        held = {kind: self.name(kind, number, edge) for kind in self.kinds(edge)}
+        q_tokens, k_tokens = (lane.mine, edge.k_tokens) if edge.moves == "keys" else (edge.q_tokens, lane.mine)
+        if self.direction == "forward":
+            into = n["acc"] if edge.moves == "keys" else self.declare("partial", number, edge)
+            w.attend(held.get("q", n["q"]), held.get("kv", n["kv"]), into, q_tokens, k_tokens, lane.heads)
         else:
-            name = _declare(w, member, kind, number, edge, tokens)
-            recvs.append(lane.message(edge.receiver, kind, name, tokens, exact=True))
-    return sends, recvs
+            kind = self.result(edge)
+            lane.backward(w, q_tokens, k_tokens, None, **held, **{kind: self.declare(kind, number, edge)})
+        w.free(*held.values())
 
 
-def _attend(w: Writer, member: _Member, number: int, edge: Edge) -> None:
-    lane = member.lane
-    if edge.moves == "keys":
-        held = member.name("kv", number, edge)
-        w.attend(lane.names["q"], held, lane.names["acc"], lane.mine, edge.k_tokens, lane.heads)
-        w.free(held)
-        return
-    held = member.name("q", number, edge)
-    partial = _declare(w, member, "partial", number, edge, edge.q_tokens)
-    w.attend(held, lane.names["kv"], partial, edge.q_tokens, lane.mine, lane.heads)
-    w.free(held)
+def pairwise_forward(w: Writer, lane: Lane, schedule: Schedule) -> None:
+    """The forward steps of member `lane.me`."""
+    _Member(w, lane, schedule, "forward").run()
 
 
-def _attend_backward(w: Writer, member: _Member, number: int, edge: Edge) -> None:
-    lane = member.lane
-    if edge.moves == "keys":
-        held = member.name("kv", number, edge)
-        grad = _declare(w, member, "grad_kv", number, edge, edge.k_tokens)
-        lane.backward(w, lane.mine, edge.k_tokens, kv=held, grad_kv=grad)
-        w.free(held)
-        return
-    q, grad_out, stats = (member.name(kind, number, edge) for kind in ("q", "grad_out", "stats"))
-    grad = _declare(w, member, "grad_q", number, edge, edge.q_tokens)
-    lane.backward(w, edge.q_tokens, lane.mine, q=q, grad_out=grad_out, stats=stats, grad_q=grad)
-    w.free(q, grad_out, stats)
+def pairwise_backward(w: Writer, lane: Lane, schedule: Schedule) -> None:
+    """The backward steps of the same rounds: what moved moves again, and its gradients go back in fp32."""
+    _Member(w, lane, schedule, "backward").run()

@@ -17,20 +17,34 @@ class Placement:
 
     Attributes:
         units: one ascending set for each unit; together every token once, padding included.
-        split: ranks per unit; 1 or cp_inner.
+        split: ranks per unit; 1 or the ranks of an inner group.
+        groups: batch groups: equal runs of consecutive units, and so of ranks, each with rows of its own.
     """
 
     layout: PackedLayout
     mesh: MeshSpec
     units: tuple[TokenSet, ...]
     split: int
+    groups: int = 1
 
     def __post_init__(self) -> None:
         if len(self.units) * self.split != self.mesh.cp:
             raise ValueError(f"{len(self.units)} units of {self.split} ranks do not make up cp={self.mesh.cp} ranks")
+        if len(self.units) % self.groups:
+            raise ValueError(f"{self.groups} batch groups do not divide {len(self.units)} units")
         held = sum(unit.count for unit in self.units)
         if held != self.layout.total_tokens:
             raise ValueError(f"the units hold {held} tokens of the layout's {self.layout.total_tokens}")
+
+    @property
+    def group_units(self) -> int:
+        """Units in a batch group."""
+        return len(self.units) // self.groups
+
+    @property
+    def group_ranks(self) -> int:
+        """Ranks in a batch group."""
+        return self.mesh.cp // self.groups
 
     @cached_property
     def sets(self) -> tuple[TokenSet, ...]:

@@ -118,6 +118,7 @@ class Plan:
             asdict(self.shape),
             asdict(self.mask),
             self.placement.split,
+            self.placement.groups,
         ]
         digest.update(json.dumps(what, sort_keys=True).encode())
         for unit in self.placement.units:

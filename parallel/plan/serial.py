@@ -70,6 +70,7 @@ def plan_to_json(plan: Plan) -> str:
             "buffers": {name: plain(buffer) for name, buffer in one.buffers.items()},
             "steps": [[type(step).__name__, *(plain(item) for item in step)] for step in one.steps],
             "results": one.results,
+            "slabs": one.slabs,
         }
 
     placement = plan.placement
@@ -82,6 +83,7 @@ def plan_to_json(plan: Plan) -> str:
             "mesh": asdict(placement.mesh),
             "units": [table.number(unit) for unit in placement.units],
             "split": placement.split,
+            "groups": placement.groups,
             "shape": asdict(plan.shape),
             "mask": asdict(plan.mask),
             "sends_only_needed": plan.sends_only_needed,
@@ -129,13 +131,19 @@ def _read(raw: dict[str, Any]) -> Plan:
         if one is None:
             return None
         buffers = {name: Buffer(*tokens(values)) for name, values in one["buffers"].items()}
-        return Program(one["rank"], buffers, [step(*values) for values in one["steps"]], one["results"])
+        return Program(
+            one["rank"],
+            buffers,
+            [step(*values) for values in one["steps"]],
+            one["results"],
+            [(size, n) for size, n in one["slabs"]],
+        )
 
     layout = PackedLayout.from_json(json.dumps(raw["layout"]))
     units = tuple(sets[number] for number in raw["units"])
     return Plan(
         raw["axes"],
-        Placement(layout, MeshSpec(**raw["mesh"]), units, raw["split"]),
+        Placement(layout, MeshSpec(**raw["mesh"]), units, raw["split"], raw["groups"]),
         AttentionShape(**raw["shape"]),
         MaskSpec(**raw["mask"]),
         tuple(program(one) for one in raw["forward"]),

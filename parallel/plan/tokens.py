@@ -116,6 +116,10 @@ class TokenSet:
         begin = start[row] + (behind + stride[row] - 1) // stride[row] * stride[row]
         return TokenSet.from_array(np.stack([begin, np.minimum(stop[row], spans[span, 1]), stride[row]], 1))
 
+    def shift(self, by: int) -> "TokenSet":
+        """The tokens `by` places further on."""
+        return TokenSet(self.ranges + np.array([by, by, 0])) if by else self
+
     def cut(self, first: int, stop: int) -> "TokenSet":
         """Tokens number `first` to `stop` (half-open) of the set."""
         before = np.cumsum(self.sizes) - self.sizes

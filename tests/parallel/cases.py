@@ -50,12 +50,16 @@ def layouts(draw: Any) -> PackedLayout:
 def cases(draw: Any, names: list[str] | None = None) -> Case:
     """Any preset with any of its axes changed, on 1 to 8 or more ranks."""
     preset = load_strategy(draw(st.sampled_from(names or preset_names())))
+    if preset.exchange == "all_gather" and draw(st.booleans()):
+        preset = dataclasses.replace(preset, exchange="compact_all_gather")
     exchange = EXCHANGES.get(preset.exchange)
     axes: dict[str, Any] = {}
     axes["sharding"] = draw(st.sampled_from((exchange and exchange.shardings) or sorted(SHARDINGS)))
     if exchange and exchange.hierarchical and preset.inner_exchange is None and draw(st.booleans()):
         axes["inner_exchange"] = "all_to_all"
-    if preset.exchange == "all_gather":
+    if draw(st.booleans()):
+        axes["batch_groups"] = "auto"
+    if "all_gather" in preset.exchange:
         axes["head_slices"] = draw(st.sampled_from([None, 1, 2]))
     key_heads, group = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 3, 7]))
     strategy = dataclasses.replace(preset, **axes)
