@@ -51,7 +51,9 @@ def _summary(direction: str, bars: list[Bar], ranks: int) -> str:
     end = max((bar.stop for bar in bars), default=0.0)
     share = waits / (end * ranks) if end else 0.0
     idle = exposed_share(bars, ranks) - share
-    return f"{direction}: of the ranks' time {share:.0%} waits for a transfer, {max(idle, 0):.0%} has nothing left to do"
+    return (
+        f"{direction}: of the ranks' time {share:.0%} waits for a transfer, {max(idle, 0):.0%} has nothing left to do"
+    )
 
 
 def _draw(at: Axes, plan: Plan, bars: list[Bar], lanes: list[str], ranks: list[int], scale: float) -> None:
