@@ -207,6 +207,10 @@ class Config:
                 f"data.rows={self.data.rows} do not split over dp={mesh.dp} replicas x run.accumulate="
                 f"{self.run.accumulate} micro-batches; make data.rows a multiple of {parts}, or use fewer of either."
             )
+        try:
+            self.strategy.check_rows(mesh, self.data.rows // parts, self.model.heads)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         return mesh
 
 

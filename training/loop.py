@@ -92,6 +92,8 @@ class Trainer:
         self.share = Share(self.model, team, config.strategy)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.counters, self.step = Counters(), 0
+        self._upcoming: PackedBatch | None = None
+        self._loader_state: dict | None = None
         self.stopped_by: str | None = None  # the signal that all ranks agreed to stop at
         if folder.checkpoint:
             checkpoint = folder.checkpoint
@@ -143,14 +145,14 @@ class Trainer:
     def _one_step(self) -> dict:
         began = time.perf_counter()
         step = self.step + 1
-        batch = self.loader.batch(self.step)
+        batch = self._next_batch()
         lr = learning_rate(self.config.optim, step, self.config.run.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         found = forward_backward(self.model, batch, self.config.run.accumulate, self.config.run.precision, self.share)
         figures = self.share.take_figures()
         mine = [found.loss, self.stop.number, peak_memory_bytes(self.device), *figures.values()]
-        losses, signals, peaks, work, *sent = self.team.gather(mine).T
+        losses, signals, peaks, work, exposed, *sent = self.team.gather(mine).T
         loss = float(losses.sum())
         self._note_stop(signals)
         norm = float(gradient_norm(self.model, self.config.optim.clip_norm))
@@ -168,13 +170,24 @@ class Trainer:
             "train/lr": lr,
             "mem/peak_bytes": int(peaks.max()),
             "plan/imbalance": float(work.max() / work.mean()) if work.any() else 1.0,
-            **{name: int(sizes.sum()) for name, sizes in zip(list(figures)[1:], sent) if sizes.any()},
+            **({"plan/exposed_s": float(exposed.max())} if self.share.context else {}),
+            **{name: int(sizes.sum()) for name, sizes in zip(list(figures)[2:], sent) if sizes.any()},
             **self._measures(batch, time.perf_counter() - began),
         }
         values |= self._evaluation()
         if self.metrics and self.tracker:
             self.tracker.log(self.metrics.write(step, values))
         return values
+
+    def _next_batch(self) -> PackedBatch:
+        """The step's batch. Where exchanges are planned, the one after it is drawn as well, and planned meanwhile."""
+        batch = self._upcoming if self._upcoming else self.loader.batch(self.step)
+        self._loader_state = self.loader.state_dict()  # where the stream stands after this step
+        self._upcoming = None
+        if self.share.context and self.step + 1 < self.config.run.steps:
+            self._upcoming = self.loader.batch(self.step + 1)
+            self.share.prepare(self._upcoming, self.config.run.accumulate, self.config.run.precision)
+        return batch
 
     def _signalled(self) -> bool:
         """Whether any rank has had a signal; asked of all ranks at once, so that all stop after the same step."""
@@ -215,7 +228,7 @@ class Trainer:
             "data/docs_per_row": batch.num_documents / batch.rows,
             "data/padding": batch.padding_tokens / slots,
             "data/cut_documents": self.counters.cut_documents,
-            "data/epoch": self.loader.epoch,
+            "data/epoch": self._loader_state["epoch"] if self._loader_state else self.loader.epoch,
             "data/mask_density": batch.layout.pairs(causal=True) / full,
         }
 
@@ -240,7 +253,7 @@ class Trainer:
     def _save(self) -> int:
         state = {
             "config": to_plain(self.config),
-            "loader": self.loader.state_dict(),
+            "loader": self._loader_state or self.loader.state_dict(),
             "counters": dataclasses.asdict(self.counters),
         }
         folder, keep = self.folder.checkpoints, self.config.run.keep

@@ -23,6 +23,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "perf/model_tflops": ("TFLOP/s", "the model's FLOPs under the document mask over the step's time"),
     "perf/mfu": ("1", "perf/model_tflops over the device's dense bf16 peak, where it is known"),
     "mem/peak_bytes": ("bytes", "peak memory so far, most of all ranks: the device's allocator, on a CPU the process"),
+    "plan/exposed_s": ("s", "time that the step waited for its plans, which are made while the step before it runs"),
     "plan/imbalance": ("1", "allowed pairs that attention covers on the busiest rank over the mean of ranks, forward"),
     "data/docs_per_row": ("documents", "documents in a packed row, mean"),
     "data/padding": ("1", "share of the step's token slots that hold padding"),

@@ -75,7 +75,7 @@ class Share:
         """This rank's tokens of one of `micro_batches`; valid until the next call."""
         layout, config = micro.layout, self.model.config
         self.model.check_lengths(int(layout.lengths.max(initial=0)))
-        windows = config.layer_windows()
+        windows = tuple(config.layer_windows())
         whole = [t.flatten() for t in (micro.tokens, micro.positions, micro.labels)]
         if self.context is None:
             spans = layout.starts.tolist(), layout.stops.tolist(), layout.total_tokens
@@ -83,14 +83,24 @@ class Share:
             self._work += sum(layout.pairs(window=w) for w in set(windows))
         else:
             attend = self.context
-            dtype = "bf16" if precision is Precision.bf16 else DTYPES[next(self.model.parameters()).dtype]
-            shape = AttentionShape(config.heads, config.kv_heads, config.head_dim, config.head_dim, dtype)
-            self.context.bind(layout, shape, windows, self.device)
+            self.context.bind(layout, self._shape(precision), windows, self.device)
             # whole sequences are cut only here: labels and positions, made before, lose nothing at a boundary
             whole = [self.context.shard(t) for t in whole]
             self._work += self.context.work()
         tokens, positions, labels = (t.to(self.device) for t in whole)
         return Part(tokens, positions, labels, attend)
+
+    def prepare(self, batch: PackedBatch, accumulate: int, precision: Precision) -> None:
+        """Begin to plan the exchanges of a batch that comes later, on a thread."""
+        if self.context is not None:
+            for micro in self.micro_batches(batch, accumulate):
+                windows = tuple(self.model.config.layer_windows())
+                self.context.prepare(micro.layout, self._shape(precision), windows)
+
+    def _shape(self, precision: Precision) -> AttentionShape:
+        config = self.model.config
+        dtype = "bf16" if precision is Precision.bf16 else DTYPES[next(self.model.parameters()).dtype]
+        return AttentionShape(config.heads, config.kv_heads, config.head_dim, config.head_dim, dtype)
 
     def bad_documents(self, micro: PackedBatch, nll: Tensor) -> list[str]:
         """Names of the documents of which this rank holds a token of the last `part` with a loss that is not finite."""
@@ -101,11 +111,13 @@ class Share:
         return [micro.documents[index].name for index in found if index >= 0]
 
     def take_figures(self) -> dict[str, float]:
-        """Since the last call: `work`, the allowed pairs that attention covered here, a layer of each window; and the
-        bytes that exchanges moved from here, by metric. The same keys on every rank."""
+        """Since the last call: `work`, the allowed pairs that attention covered here, a layer of each window;
+        `exposed`, seconds of waiting for plans; and the bytes that exchanges moved from here, by metric. The same keys
+        on every rank."""
         work, self._work = self._work, 0.0
         sent = self.context.take_bytes() if self.context else {}
-        return {"work": work, **{f"comm/bytes/{key}": float(size) for key, size in sent.items()}}
+        exposed = self.context.take_exposed() if self.context else 0.0
+        return {"work": work, "exposed": exposed, **{f"comm/bytes/{key}": float(size) for key, size in sent.items()}}
 
     def total(self, value: float) -> float:
         """The sum of every rank's `value`."""
