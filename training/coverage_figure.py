@@ -5,7 +5,7 @@ where strides show, and asks the plan's steps who computes that pair.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,10 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from numpy.typing import NDArray
 
-from parallel.plan.ir import Attend, Heads, Wait
+from parallel.plan.ir import Attend, Heads
 from parallel.plan.plan import Plan
 from parallel.plan.tokens import TokenSet
 from training.plan_style import FADED, PAPER, describe, entitle, mark_scale, new_figure, rank_colours, shaded
+from training.round_clock import round_numbers
 
 Ints = NDArray[np.int64]
 MOST_CELLS, MOST_PANELS, MOST_OUTLINES, MOST_NUMBERED = 256, 8, 300, 40
@@ -32,7 +33,7 @@ class Coverage:
         sample: [cells], the token that each row and column of cells shows.
         owner: [cells], the rank that holds that token.
         rank: [cells, cells], queries down and keys across: the computing rank, or MASKED, or PADDING.
-        round: [cells, cells]: how many batches that rank had waited for, from 0; NOBODY where no rank computes.
+        round: [cells, cells]: the round of that rank, from 0 (`round_numbers`); NOBODY where no rank computes.
     """
 
     heads: Heads
@@ -70,14 +71,17 @@ def coverage_of(plan: Plan, cells: int = MOST_CELLS) -> list[Coverage]:
     sample = sample_tokens(plan.placement.layout.total_tokens, cells)
     if plan.placement.layout.total_tokens == 0:
         raise ValueError("the batch holds 0 tokens, and there is nothing to draw; give it a document")
-    steps = [(p.rank, n, step) for p in plan.programs("forward") for n, step in _rounds(p.steps)]
+    steps: list[tuple[int, int, Attend]] = []
+    for program in plan.programs("forward"):
+        numbers = round_numbers(program)
+        steps += [(program.rank, numbers[at], s) for at, s in enumerate(program.steps) if isinstance(s, Attend)]
     owner = np.full(len(sample), NOBODY)
     for rank, tokens in enumerate(plan.placement.sets):
         owner[members(tokens, sample)] = rank
     blank = _unseen(plan, sample)
     edges = sorted({0, plan.shape.H, *(edge for _, _, step in steps for edge in step.heads)})
     maps: list[Coverage] = []
-    for first, stop in zip(edges, edges[1:]):
+    for first, stop in pairwise(edges):
         rank, number = np.where(blank == PADDING, PADDING, MASKED), np.full(blank.shape, NOBODY)
         for who, when, step in steps:
             if step.heads[0] <= first < step.heads[1]:
@@ -91,17 +95,6 @@ def coverage_of(plan: Plan, cells: int = MOST_CELLS) -> list[Coverage]:
         else:
             maps.append(Coverage((first, stop), sample, owner, rank, number))
     return maps
-
-
-def _rounds(steps: list[Any]) -> list[tuple[int, Attend]]:
-    """The blocks of a program, each with the number of batches waited for before it."""
-    found, number = [], 0
-    for step in steps:
-        number += isinstance(step, Wait)
-        if isinstance(step, Attend):
-            found.append((number, step))
-    first = min((n for n, _ in found), default=0)  # an exchange of heads comes before the first round
-    return [(n - first, step) for n, step in found]
 
 
 def _unseen(plan: Plan, sample: Ints) -> Ints:
@@ -124,7 +117,7 @@ def draw_coverage(plan: Plan, cells: int = MOST_CELLS) -> Figure:
     columns = min(len(shown), 4)
     rows = -(-len(shown) // columns)
     side = 6.4 if len(shown) == 1 else 4.0
-    figure = new_figure(side * columns + 1.5, side * rows + 0.7)
+    figure = new_figure(side * columns + 1.9, side * rows + 0.7)
     axes = figure.subplots(rows, columns, squeeze=False)
     colours = rank_colours(plan.size)
     last = max(int(each.round.max(initial=0)) for each in shown)

@@ -1,16 +1,15 @@
-"""What runs and what is refused, and why: `run=explain` for a configuration, and the README's tables for any.
+"""What runs and what is refused, and why: `run=explain` for a configuration, tables for the README.
 
 python train.py run=explain nproc=8 model=llama32_1b     every preset on every split of 8 ranks
-python -m training.explain                               write the README's tables again
 """
 
 import dataclasses
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -24,7 +23,6 @@ from parallel.sharding import SHARDINGS
 from parallel.strategy import PRESETS, Strategy, load_strategy, preset_names
 from training.config import Config
 
-README = Path(__file__).resolve().parents[1] / "README.md"
 WORLD = 8  # ranks that run=explain assumes where nproc is null
 
 
@@ -64,25 +62,28 @@ def refusal(config: Config, strategy: Strategy, world: int) -> str | None:
 
 
 def show_refusals(config: Config, console: Console) -> None:
-    """Print `combinations`: for each preset the splits that run, then those that are refused."""
+    """Print `combinations`: for each strategy the splits that run, then those that are refused, and why."""
     world = config.nproc or WORLD
-    model = config.model
+    model, rows = config.model, config.data.rows
     console.print(
-        f"{world} ranks, {model.heads} query and {model.kv_heads} key heads, {config.data.rows} rows in "
-        f"{config.run.accumulate} micro-batch(es); a split is dp x cp_outer x cp_inner",
+        f"{world} ranks, {model.heads} query and {model.kv_heads} key heads, {rows} rows over {config.run.accumulate} "
+        "micro-batches; splits are dp x cp_outer x cp_inner",
         highlight=False,
         markup=False,
     )
-    table = Table("strategy", "split", "", padding=(0, 1))
-    before = None
-    found = sorted(combinations(config, world), key=lambda each: (not each.strategy.endswith("(yours)"), each.strategy))
-    for strategy, split, refused in found:
-        if before is not None and strategy != before:
-            table.add_section()
-        table.add_row(
-            "" if strategy == before else escape(strategy), split, "runs" if refused is None else escape(refused)
-        )
-        before = strategy
+    found: dict[str, dict[str | None, list[str]]] = {}
+    for strategy, split, refused in combinations(config, world):
+        found.setdefault(strategy, {}).setdefault(refused, []).append(split)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("strategy")
+    table.add_column("splits", max_width=33)
+    table.add_column("")
+    for strategy, outcomes in found.items():
+        ordered = sorted(outcomes.items(), key=lambda item: item[0] is not None)
+        for number, (refused, splits) in enumerate(ordered):
+            verdict = "runs" if refused is None else escape(f"refused: {refused}")
+            table.add_row("" if number else escape(strategy), ", ".join(splits), verdict)
+        table.add_section()
     console.print(table)
 
 
@@ -93,27 +94,21 @@ def support_table() -> str:
         "|---|---|" + "---|" * (len(SHARDINGS) + 1),
     ]
     for exchange, inner in product(EXCHANGES, (None, *INNER_EXCHANGES)):
-        cells, why = [], []
+        refused: dict[str, str] = {}
         for sharding in SHARDINGS:
             try:
                 Strategy(sharding=sharding, exchange=exchange, inner_exchange=inner).validate()
-                cells.append("runs")
             except ValueError as error:
-                cells.append("-")
-                why.append(str(error))
-        reasons = dict.fromkeys(
-            reason.replace(f", not {sharding}", "") for reason, sharding in zip(why, _dropped(cells))
+                refused[sharding] = str(error).replace(f", not {sharding}", "")
+        cells = ["-" if sharding in refused else "runs" for sharding in SHARDINGS]
+        lines.append(
+            f"| {exchange} | {inner or ''} | {' | '.join(cells)} | {'; '.join(dict.fromkeys(refused.values()))} |"
         )
-        lines.append(f"| {exchange} | {inner or ''} | {' | '.join(cells)} | {'; '.join(reasons)} |")
     return "\n".join(lines)
 
 
-def _dropped(cells: list[str]) -> list[str]:
-    return [sharding for sharding, cell in zip(SHARDINGS, cells) if cell == "-"]
-
-
 def preset_table() -> str:
-    """Markdown: each preset's axes and source, and what travels between ranks on a small batch on four of them."""
+    """Markdown: each preset's axes and source, and what travels between four ranks that share a document."""
     lines = [
         "| preset | sharding | exchange | inside a group | travels forward | travels backward | source |",
         "|---|---|---|---|---|---|---|",
@@ -136,34 +131,10 @@ def travelling(plan: Plan, direction: str) -> list[str]:
 
 
 def _small_plan(name: str) -> Plan:
-    """Two rows of documents of uneven lengths on four ranks, two a node; 8 query and 2 key heads."""
+    """One long document, or one for each of two batch groups, on four ranks, two a node; 8 query and 2 key heads."""
     strategy = load_strategy(name, node_size=2)
     shape = AttentionShape(8, 2, 64, 64, "bf16")
-    layout = PackedLayout.from_lengths([40, 24, 9, 55], rows=[2, 2])
+    rows = 1 if strategy.batch_groups == 1 else 2
+    layout = PackedLayout.from_lengths([128] * rows, [1] * rows)
     mesh = strategy.mesh(1 if strategy.exchange == "none" else 4, shape.H, shape.Hkv)
     return strategy.plan(strategy.shard(layout, mesh), shape, MaskSpec())
-
-
-TABLES = {"presets": preset_table, "support": support_table}
-
-
-def write_tables(text: str) -> str:
-    """`text` of a README with every table between `<!-- NAME: ... -->` and `<!-- end -->` made anew.
-
-    Raises:
-        ValueError: a table's markers are missing.
-    """
-    for name, make in TABLES.items():
-        head, mark, rest = text.partition(f"<!-- {name}: ")
-        note, end, tail = rest.partition("-->\n")
-        _, close, tail = tail.partition("<!-- end -->")
-        if not (mark and end and close):
-            raise ValueError(
-                f"the README lacks '<!-- {name}: ... -->' and '<!-- end -->' around its table; restore them"
-            )
-        text = f"{head}{mark}{note}{end}{make()}\n{close}{tail}"
-    return text
-
-
-if __name__ == "__main__":
-    README.write_text(write_tables(README.read_text()))

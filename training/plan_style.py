@@ -82,11 +82,11 @@ def short(tokens: int) -> str:
     return f"{tokens:,}"
 
 
-def save_figure(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write `<name>.png` and `<name>.svg`, the same bytes for the same plan."""
+def save_figure(figure: Figure, folder: Path, name: str, kinds: tuple[str, ...] = ("png", "svg")) -> list[Path]:
+    """Write `<name>.png` and `<name>.svg`: the same bytes for the same plan."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    paths = [folder / f"{name}.{kind}" for kind in kinds]
     with matplotlib.rc_context({"svg.hashsalt": name}):
-        figure.savefig(paths[0], dpi=150)
-        figure.savefig(paths[1], metadata={"Date": None})
+        for kind, path in zip(kinds, paths):
+            figure.savefig(path, dpi=150, metadata={"Date": None} if kind == "svg" else None)
     return paths

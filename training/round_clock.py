@@ -26,7 +26,7 @@ class Bar(NamedTuple):
     Attributes:
         lane: compute, or the communicator.
         what: compute, intra, inter (the slower link of a transfer), or wait: nothing to compute until a batch is done.
-        round: batches waited for since the rank's first block; for a transfer, its number among the rank's.
+        round: of a block of attention, see `round_numbers`; of a transfer or a wait, the number of the rank's batch.
     """
 
     rank: int
@@ -35,6 +35,20 @@ class Bar(NamedTuple):
     start: float
     stop: float
     round: int
+
+
+def round_numbers(program: Program) -> dict[int, int]:
+    """The round of each block of attention, by the number of its step: blocks between which a batch was waited for."""
+    found: dict[int, int] = {}
+    number, waited = -1, True
+    for at, step in enumerate(program.steps):
+        if isinstance(step, Attend | AttendBackward):
+            number += waited
+            waited = False
+            found[at] = number
+        elif isinstance(step, Wait):
+            waited = True
+    return found
 
 
 class Clock:
@@ -48,8 +62,7 @@ class Clock:
         self.plan, self.rates, self.node_ranks = plan, rates, node_ranks
         self.programs = plan.programs(direction)
         self.now = [0.0] * plan.size
-        self.waits = [0] * plan.size
-        self.first: dict[int, int] = {}  # batches before a rank's first block: an exchange of heads is no round
+        self.rounds = [round_numbers(program) for program in self.programs]
         self.posted: dict[tuple[int, str, int], tuple[float, Post, int]] = {}
         self.free: dict[tuple[int, str], float] = defaultdict(float)
         self.bars: list[Bar] = []
@@ -78,8 +91,7 @@ class Clock:
             return self._wait(rank, step)
         elif isinstance(step, Attend | AttendBackward):
             seconds = self._flops(step) / self.rates.flops
-            number = self.waits[rank] - self.first.setdefault(rank, self.waits[rank])
-            self._add(rank, "compute", "compute", self.now[rank], seconds, number)
+            self._add(rank, "compute", "compute", self.now[rank], seconds, self.rounds[rank][index])
             self.now[rank] += seconds
         return True
 
@@ -100,9 +112,8 @@ class Clock:
         seconds, link = self._transfer(rank, post)
         done = self.free[rank, step.comm] = began + seconds
         self._add(rank, step.comm, link, began, seconds, number)
-        self._add(rank, "compute", "wait", self.now[rank], done - self.now[rank], self.waits[rank])
+        self._add(rank, "compute", "wait", self.now[rank], done - self.now[rank], number)
         self.now[rank] = max(self.now[rank], done)
-        self.waits[rank] += 1
         return True
 
     def _transfer(self, rank: int, post: Post) -> tuple[float, str]:

@@ -10,7 +10,7 @@ from parallel.plan.plan import DIRECTIONS, Plan
 from training.plan_style import INTER, INTRA, WAITING, describe, entitle, new_figure, rank_colours, shaded
 from training.round_clock import Bar, Clock, Rates
 
-MOST_RANKS = 16
+MOST_RANKS = 8
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
@@ -29,7 +29,7 @@ def draw_timeline(plan: Plan, node_ranks: tuple[int, ...], rates: Rates = Rates(
         _draw(at, plan, bars[direction], lanes[direction], ranks, scale)
         at.set_title(_summary(direction, bars[direction], plan.size), fontsize=9, loc="left")
     axes[-1].set_xlabel(
-        f"{unit} on a clock that nothing measured: attention at {rates.flops / 1e12:g} TFLOP/s, links of "
+        f"{unit} of a simple clock, nothing measured: attention at {rates.flops / 1e12:g} TFLOP/s, links of "
         f"{rates.intra / 1e9:g} GB/s inside a node and {rates.inter / 1e9:g} GB/s between nodes, the rest free",
         fontsize=9,
     )
@@ -51,9 +51,7 @@ def _summary(direction: str, bars: list[Bar], ranks: int) -> str:
     end = max((bar.stop for bar in bars), default=0.0)
     share = waits / (end * ranks) if end else 0.0
     idle = exposed_share(bars, ranks) - share
-    return (
-        f"{direction}: of the ranks' time {share:.0%} waits for a transfer, {max(idle, 0):.0%} has nothing left to do"
-    )
+    return f"{direction}: of the ranks' time {share:.0%} is exposed, {max(idle, 0):.0%} has nothing left to do"
 
 
 def _draw(at: Axes, plan: Plan, bars: list[Bar], lanes: list[str], ranks: list[int], scale: float) -> None:
@@ -103,5 +101,5 @@ def _legend(figure: Figure, found: set[str]) -> None:
     if "inter" in found:
         patches.append(Patch(facecolor=INTER, label="transfer between nodes"))
     if "wait" in found:
-        patches.append(Patch(facecolor=WAITING, label="exposed: waits for a transfer"))
+        patches.append(Patch(facecolor=WAITING, label="exposed: waits for a transfer or a sender"))
     figure.legend(handles=patches, loc="outside lower center", fontsize=8, ncols=len(patches), frameon=False)
