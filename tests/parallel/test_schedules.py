@@ -321,3 +321,28 @@ def test_every_batch_is_waited_for():
                 posts = [(s.batch, s.comm) for s in program.steps if isinstance(s, Post)]
                 waits = [(s.batch, s.comm) for s in program.steps if isinstance(s, Wait)]
                 assert sorted(posts) == sorted(waits)
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if name != "local"])
+def test_a_group_of_one_communicates_nothing(name: str):
+    plan = planned(on(name), 1)
+    assert plan.rounds == {"forward": 0, "backward": 0} and sum(x.sum() for x in plan.bytes.values()) == 0
+    inputs = rig.tensors(plan.shape, MIXED.total_tokens)
+    rig.compare(run_loopback(plan, *inputs), rig.dense(MIXED, CAUSAL, inputs, None, None))
+
+
+def test_schedules_of_other_heads_do_not_meet():
+    """Nothing is kept outside a plan: twelve heads after three are twelve heads."""
+    plans = [planned(on("ulysses"), 4, H=heads, Hkv=heads) for heads in (12, 4, 12)]
+    assert [program.buffers["acc"].heads for program in plans[2].forward] == [(0, 3), (3, 6), (6, 9), (9, 12)]
+    assert plans[0].to_json() == plans[2].to_json() != plans[1].to_json()
+
+
+def test_no_tokens_at_all():
+    empty = PackedLayout.from_lengths([], rows=[0], row_length=0)
+    for name in preset_names():
+        plan = planned(on(name), 4, empty)
+        verify(plan)
+        result = run_loopback(plan, *rig.tensors(plan.shape, 0))
+        assert result.out.shape == (0, 4, 8) and result.dk is not None and result.dk.shape == (0, 2, 8)
+        assert sum(x.sum() for x in plan.bytes.values()) == 0
