@@ -10,7 +10,7 @@ from data.mixes import draw_lengths, sample_length
 
 
 def packs(mix: str, tokens: int, count: int, seed: int = 0) -> Iterator[list[int]]:
-    """The lengths of packs 0 to `count` - 1, each summing to `tokens`; `one_giant`, which has no randomness, is one pack.
+    """The lengths of packs 0 to `count` - 1, each summing to `tokens`; one pack of `one_giant`, which is not random.
 
     Raises:
         ValueError: an unknown mix, or fewer than 1 token.

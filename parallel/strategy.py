@@ -195,7 +195,9 @@ class Strategy:
         if self.splits_heads:
             split = ranks if self.exchange == "all_to_all" else gcd(mesh.cp_inner, ranks)
         deal, units = SHARDINGS[self.sharding], []
-        setting = Setting(self.planner, shape, padded=self.exchange == "compact_all_gather")
+        setting = Setting(
+            self.planner, shape, max(1, mesh.node_size // split), padded=self.exchange == "compact_all_gather"
+        )
         for group in range(groups):
             part = layout if groups == 1 else layout.select_rows(group * rows, (group + 1) * rows)
             units += [unit.shift(group * rows * layout.row_length) for unit in deal(part, ranks // split, setting)]

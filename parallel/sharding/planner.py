@@ -15,7 +15,7 @@ class Planner:
 
     effort: str = "fast"  # fast: 20 ms at 131,072 tokens on 8 ranks; deep: 1 s, for a thread in the background
     objective: str = "time"  # time: the predicted critical path of attention; bytes: what the exchange really sends
-    ratio: float = 1.03  # most work (allowed pairs) of a rank over the mean; with objective=time an aim
+    ratio: float = 1.03  # most work (allowed pairs) of a rank over the mean, for objective=bytes
     cluster: str = "h100_8"  # whose constants objective=time uses: a file of conf/cluster
 
     def validate(self) -> None:
@@ -33,11 +33,13 @@ class Setting:
     """What a sharding is made for.
 
     Attributes:
+        node: units on a node.
         padded: the exchange gathers buffers padded to the fullest rank's, instead of a message for each pair.
     """
 
     planner: Planner
     shape: AttentionShape
+    node: int = 8
     padded: bool = False
 
     @property

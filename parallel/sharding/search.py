@@ -6,7 +6,8 @@ array operations and takes the best. Effort is bounded by counts, never by a clo
 alike on every machine are used, so the result is the same on all ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import fsum
 from typing import NamedTuple
 
 import numpy as np
@@ -46,15 +47,18 @@ class BytesCost:
         cost = received * (1 / self.scale)
         cost *= cost
         cost *= cost
-        cost += _excess(work, self.limit)
+        over = work * (1 / self.limit)
+        over -= 1
+        np.maximum(over, 0, out=over)
+        over *= TOO_MUCH
+        cost += over
         return cost
 
 
 class TimeCost:
     """A high power of a rank's time: the longer of computing and receiving, with a little of the shorter one."""
 
-    def __init__(self, scale: float, limit: float, seconds_per_pair: float, seconds_per_key: float) -> None:
-        self.limit = limit
+    def __init__(self, scale: float, seconds_per_pair: float, seconds_per_key: float) -> None:
         self.pair, self.key = seconds_per_pair / scale, seconds_per_key / scale
 
     def __call__(self, work: Floats, received: Floats) -> Floats:
@@ -62,16 +66,7 @@ class TimeCost:
         cost = np.maximum(compute + 0.05 * transfer, transfer + 0.05 * compute)
         for _ in range(4):
             cost *= cost
-        cost += _excess(work, self.limit)
         return cost
-
-
-def _excess(work: Floats, limit: float) -> Floats:
-    over = work * (1 / limit)
-    over -= 1
-    np.maximum(over, 0, out=over)
-    over *= TOO_MUCH
-    return over
 
 
 class _Given(NamedTuple):
@@ -124,11 +119,14 @@ def _take(given: _Given, row: Floats, end: Floats, n: Floats, short: float) -> t
     return given.work + (given.hi - given.lo * (end == given.lo)) * (short * row[REAL]), keys
 
 
-def equalise(shares: Shares, cost: Cost) -> None:
-    """Bring every rank to the tokens it wants: the fullest one gives, at the least cost a token."""
+def equalise(shares: Shares, cost: Cost, ranks: Sequence[int] | None = None) -> None:
+    """Bring `ranks` (all), who want as much as they hold together, to what each wants: the fullest one gives, at the
+    least cost a token."""
+    chosen = np.zeros(len(shares.want), np.bool_)
+    chosen[slice(None) if ranks is None else list(ranks)] = True
     want = np.array(shares.want)
     while True:
-        excess = np.array(shares.tokens) - want
+        excess = np.where(chosen, np.array(shares.tokens) - want, 0)
         giver = int(excess.argmax())
         if excess[giver] <= 0:
             return
@@ -150,15 +148,16 @@ def equalise(shares: Shares, cost: Cost) -> None:
 
 
 class Search:
-    """Exchanges between ranks of `shares`, which it changes, under `cost`."""
+    """Exchanges between ranks of `shares`, which it changes, under `cost`; inside groups of `group` ranks, or all."""
 
-    def __init__(self, shares: Shares, cost: Cost, effort: Effort) -> None:
+    def __init__(self, shares: Shares, cost: Cost, effort: Effort, group: int | None = None) -> None:
         self.shares, self.cost, self.effort = shares, cost, effort
+        self.group = group or len(shares.want)
         self.random = np.random.default_rng(0)
         self.fractions = np.array(effort.fractions)[:, None, None]
 
     def total(self) -> float:
-        return float(self.cost(self.shares.work, self.shares.received).sum())
+        return fsum(self.cost(self.shares.work, self.shares.received).tolist())
 
     def run(self) -> Shares:
         """The best shares found."""
@@ -176,20 +175,25 @@ class Search:
         return best
 
     def descend(self, steps: int) -> None:
-        """Improve the rank that costs most, or the next one where that is stuck, until all are."""
-        stuck = 0
+        """Improve the rank that costs most among those that were not found stuck since they last changed."""
+        stuck = np.zeros(len(self.shares.want), np.bool_)
         for _ in range(steps):
-            order = np.argsort(-self.cost(self.shares.work, self.shares.received), kind="stable")
-            stuck = 0 if self.step(int(order[stuck])) else stuck + 1
-            if stuck == len(order):
+            cost = self.cost(self.shares.work, self.shares.received)
+            cost[stuck] = -1
+            a = int(cost.argmax())
+            if stuck[a]:
                 return
+            b = self.step(a)
+            stuck[a] = b is None
+            if b is not None:
+                stuck[b] = False
 
-    def step(self, a: int, heat: float = 0.0) -> bool:
-        """Make the best exchange of rank `a` with any other, if it is one; `heat` blurs what is best."""
+    def step(self, a: int, heat: float = 0.0) -> int | None:
+        """Make the best exchange of rank `a` with any other, and say which; None where none gains. `heat` blurs it."""
         s = self.shares
         given, taken, b = self._spans(a)
         if len(given) == 0 or len(taken) == 0:
-            return False
+            return None
         p, q = given.T[:, :, None], taken.T[:, None, :]
         n = np.floor(self.fractions * np.minimum(p[HI] - p[LO], q[HI] - q[LO]))
         np.maximum(n, 1, out=n)
@@ -213,17 +217,18 @@ class Search:
             change += heat * self.random.random(change.shape)
         x, y, f, i, j = np.unravel_index(int(change.argmin()), change.shape)
         if change[x, y, f, i, j] >= (heat or -1e-9):
-            return False
+            return None
         other, size = int(b[j]), int(n[f, i, j])
         lo, back = int(gives.lo[x, f, i, j]), int(gets.lo[y, f, i, j])
         s.move(int(p_documents[i]), lo, lo + size, a, other)
         s.move(int(q_documents[j]), back, back + size, other, a)
-        return True
+        return other
 
     def _spans(self, a: int) -> tuple[Floats, Floats, np.ndarray]:
         """Spans of rank `a`, spans of the others, and whose these are: all, or a random part within the budget."""
         s = self.shares
-        others = [rank for rank in range(len(s.want)) if rank != a and s.held[rank]]
+        first = a // self.group * self.group
+        others = [rank for rank in range(first, min(first + self.group, len(s.want))) if rank != a and s.held[rank]]
         given = s.rows(a)
         if not others:
             return given, given[:0], np.zeros(0, np.int64)

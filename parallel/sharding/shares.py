@@ -78,13 +78,7 @@ class Shares:
             else:
                 rest.append((first, stop))
         self.put(giver, document, tuple(rest))
-        joined: list[Span] = []
-        for first, stop in sorted((*taken, (lo, hi))):
-            if joined and joined[-1][1] == first:
-                joined[-1] = (joined[-1][0], stop)
-            else:
-                joined.append((first, stop))
-        self.put(taker, document, tuple(joined))
+        self.put(taker, document, join((*taken, (lo, hi))))
 
     def rows(self, rank: int) -> Floats:
         """float64 [spans, 7]: document, first token, stop, the rank's end in the document, that end once the span is
@@ -99,3 +93,14 @@ class Shares:
                     before = hi
             known = self._rows[rank] = np.array(out, np.float64).reshape(-1, 7)
         return known
+
+
+def join(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Disjoint spans in order, adjacent ones made one."""
+    joined: list[Span] = []
+    for first, stop in sorted(spans):
+        if joined and joined[-1][1] == first:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((first, stop))
+    return tuple(joined)
