@@ -5,17 +5,23 @@ python train.py model=gpt2 data.seq_len=1024       another preset; `ls conf/*` l
 python train.py run.steps=50 optim.lr=1e-3         any key of the configuration
 python train.py data=files 'data.paths=[corpus/*.txt]'
 python train.py -m run.seed=1,2,3                  a sweep: one run after the other, each in its own folder
+python train.py nproc=4 strategy.weights=fully_sharded     four ranks on this machine
+torchrun --nproc-per-node 8 train.py               the ranks that torchrun or Slurm starts
 python train.py --cfg job                          print the composed configuration and stop
 """
 
 import sys
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+# nothing here loads torch, so that a mistake in the configuration shows within a second
 from training.config import Config
+from training.launch import launch
+from training.outcome import PeerLost, RankFailed
 from training.screen import refuse_added_keys, screen_overrides
 
 
@@ -28,11 +34,10 @@ def main(composed: DictConfig) -> None:
         config = OmegaConf.to_object(composed)
         assert isinstance(config, Config)
         config.validate()
-        # torch is loaded only now, so that a mistake in the configuration shows within a second
-        from training.launch import launch
-
+        if sweep and config.wandb.group is None:
+            config.wandb.group = Path(HydraConfig.get().sweep.dir).name
         outcome = launch(config)
-    except (ValueError, ArithmeticError, OSError) as error:
+    except (ValueError, ArithmeticError, OSError, RankFailed, PeerLost) as error:
         if sweep:
             print(f"error: {error}", file=sys.stderr)  # Hydra reports only the first job that failed
             raise

@@ -17,7 +17,7 @@ class Ahead(Generic[Key, Made]):
         exposed_s: seconds that `get` has waited, since it was last set to 0.
     """
 
-    def __init__(self, make: Callable[[Key], Made], keep: int = 16) -> None:
+    def __init__(self, make: Callable[[Key], Made], keep: int = 64) -> None:
         self._make, self._keep = make, keep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="planner")
         self._made: OrderedDict[Key, Future[Made]] = OrderedDict()

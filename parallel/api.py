@@ -203,6 +203,11 @@ class ContextParallel:
         """Allowed pairs that this rank computes in the bound batch, all windows, a head's pair counting 1 / H."""
         return sum(float(bound.plan.work[0]) for bound in self._bound.values())
 
+    def take_exposed(self) -> float:
+        """Seconds that `bind` has waited for plans since the last call."""
+        exposed, self.plans.exposed_s = self.plans.exposed_s, 0.0
+        return exposed
+
     def take_bytes(self) -> dict[str, int]:
         """`{"kv/intra": bytes, ...}` sent or copied by this rank since the last call."""
         found = self.recorder.by_link(self.mesh, self.groups.cp_ranks)

@@ -94,6 +94,7 @@ class Execution:
 
     def steps(self) -> Iterator[None]:
         """Do the program's steps; pauses where another rank must go first."""
+        self.pool.reserve(self.program.slabs)
         for step in self.program.steps:
             if isinstance(step, Wait):
                 waiting = self.pending[step.comm, step.batch]
@@ -173,7 +174,7 @@ class Execution:
             parts = self.bound.parts(message)
             wire = self._whole(message)
             if wire is None:
-                slab = self.pool.take(parts[-1].stop)
+                slab = self._wire(message, parts)
                 waiting.slabs.append(slab)
                 wire = slab[: parts[-1].stop]
                 for part in parts:
@@ -188,12 +189,17 @@ class Execution:
             wire = self._whole(message)
             slab = None
             if wire is None:
-                slab = self.pool.take(parts[-1].stop)
+                slab = self._wire(message, parts)
                 wire = slab[: parts[-1].stop]
             waiting.arriving.append((message, wire, slab))
             recvs.append(Parcel(message.peer, wire, [(part.traffic, part.stop - part.first) for part in parts]))
         waiting.handle = self.transport.post(step.comm, sends, recvs)
         self.pending[step.comm, step.batch] = waiting
+
+    def _wire(self, message: Message, parts: list[Part]) -> Tensor:
+        """A slab for a message, with room for all the tokens that its buffer may hold."""
+        room = max(self.program.buffers[message.buffer].capacity, message.tokens.count)
+        return self.pool.take(parts[-1].stop // message.tokens.count * room)
 
     def _need_delta(self, message: Message) -> None:
         """Backward's stats are kept in the kernels' own form; delta is written out where it travels."""

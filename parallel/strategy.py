@@ -191,9 +191,7 @@ class Strategy:
         self.validate()
         groups = self.groups(layout.num_rows, mesh.cp)
         ranks, rows = mesh.cp // groups, layout.num_rows // groups
-        split = 1
-        if self.splits_heads:
-            split = ranks if self.exchange == "all_to_all" else gcd(mesh.cp_inner, ranks)
+        split = self._split(mesh, ranks)
         deal, units = SHARDINGS[self.sharding], []
         setting = Setting(
             self.planner, shape, max(1, mesh.node_size // split), padded=self.exchange == "compact_all_gather"
@@ -203,6 +201,21 @@ class Strategy:
             units += [unit.shift(group * rows * layout.row_length) for unit in deal(part, ranks // split, setting)]
         return Placement(layout, mesh, tuple(units), split, groups)
 
+    def _split(self, mesh: MeshSpec, ranks: int) -> int:
+        """Ranks that share a unit's heads, in a batch group of `ranks`."""
+        if not self.splits_heads:
+            return 1
+        return ranks if self.exchange == "all_to_all" else gcd(mesh.cp_inner, ranks)
+
+    def check_rows(self, mesh: MeshSpec, rows: int, heads: int) -> None:
+        """Raise ValueError where a micro-batch of `rows` rows does not fit the mesh and the model's heads."""
+        split = self._split(mesh, mesh.cp // self.groups(rows, mesh.cp))
+        if split > heads:
+            raise ValueError(
+                f"{split} ranks of a group cannot share {heads} query heads; use cp_inner={heads} or less, more rows "
+                "in a micro-batch, or exchange=ring"
+            )
+
     def plan(self, placement: Placement, shape: AttentionShape, mask: MaskSpec, ranks: list[int] | None = None) -> Plan:
         """The steps of every cp rank, forward and backward; or of `ranks` alone, which costs their share of the time.
 
@@ -211,11 +224,7 @@ class Strategy:
         """
         self.validate()
         self._check_mesh(placement.mesh, shape.H)
-        if placement.split > shape.H:
-            raise ValueError(
-                f"{placement.split} ranks of a group cannot share {shape.H} query heads; use cp_inner={shape.H} or "
-                "less, more rows in a micro-batch, or exchange=ring"
-            )
+        self.check_rows(placement.mesh, placement.layout.num_rows, shape.H)
         exchange = EXCHANGES.get(self.exchange)
         if exchange is not None:
             exchange.check(placement.mesh, shape, mask)

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import settings
 
 from data.config import DataConfig
 from models.config import ModelConfig
+from tests.ranks.pool import RankPool
 from training.config import Config, OptimConfig, RunConfig, WandbConfig, WandbMode
 
 # a shared machine stalls now and then: a property that took long is no failure
@@ -22,6 +23,14 @@ settings.load_profile("house")
 # tensors this small lose more to waking threads than they gain: up to a hundredfold on shared cores
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Real gloo ranks for `ranks.run(job, *arguments, world=4)`, shared by the whole suite; see tests/ranks/pool.py."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture

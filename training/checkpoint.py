@@ -1,7 +1,8 @@
 """Checkpoints that are complete or ignored.
 
 A checkpoint is a folder `step_<n>` of safetensors and JSON, written to a temporary name, synced, renamed, and only then
-marked complete; a kill at any moment leaves the previous one usable. Nothing is pickled.
+marked complete; a kill at any moment leaves the previous one usable. Nothing is pickled. Tensors are whole whatever the
+number of ranks and however they share the weights, so any number of ranks can go on from it.
 """
 
 import json
@@ -9,6 +10,7 @@ import os
 import re
 import shutil
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,42 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from parallel.data_parallel import placed_like, whole
+
 MARKER = "COMPLETE"
 FILES = {"model.safetensors", "optimizer.safetensors", "state.json"}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The whole tensors of a model and its optimiser, by name."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True) -> Snapshot:
+    """Every tensor whole; sharded ones are gathered one by one onto the CPU of ranks that `keep` them: a collective."""
+
+    def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in tensors.items():
+            full = whole(tensor)
+            if keep:
+                found[name] = full if full is tensor else full.cpu()
+        return found
+
+    return Snapshot(gathered(_own_tensors(model)), gathered(_optimizer_tensors(model, optimizer)))
 
 
 def save_checkpoint(
     folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: int
 ) -> Path:
+    """`write_checkpoint` of a model that lies on this rank alone."""
+    return write_checkpoint(folder, step, snapshot(model, optimizer), state, keep)
+
+
+def write_checkpoint(folder: Path, step: int, tensors: Snapshot, state: dict[str, Any], keep: int) -> Path:
     """Write `folder/step_<step>` and drop all but the newest `keep` complete checkpoints.
 
     Args:
@@ -37,8 +68,8 @@ def save_checkpoint(
     for leftover in folder.glob(".writing_step_*"):
         shutil.rmtree(leftover)
     temporary.mkdir()
-    _write_tensors(temporary / "model.safetensors", _own_tensors(model))
-    _write_tensors(temporary / "optimizer.safetensors", _optimizer_tensors(model, optimizer))
+    _write_tensors(temporary / "model.safetensors", tensors.model)
+    _write_tensors(temporary / "optimizer.safetensors", tensors.optimizer)
     _write_text(temporary / "state.json", json.dumps({"step": step, **state}, indent=1))
     marker = {p.name: [p.stat().st_size, _checksum(p)] for p in sorted(temporary.iterdir())}
     _sync_folder(temporary)
@@ -73,7 +104,7 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read weights and optimiser state back, bit for bit.
+    """Read weights and optimiser state back, bit for bit; each rank of a sharded model takes its shards.
 
     Raises:
         ValueError: the tensors there are not this model's; names the first that differs.
@@ -84,8 +115,9 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
         {k: tuple(v.shape) for k, v in found.items()},
         {k: tuple(v.shape) for k, v in _own_tensors(model).items()},
     )
-    model.load_state_dict(found, strict=False)
-    device = next(model.parameters()).device
+    with torch.no_grad():
+        for name, tensor in _own_tensors(model).items():
+            tensor.copy_(placed_like(found[name], tensor))
     states: dict[str, dict[str, Tensor]] = {}
     with safe_open(checkpoint / "optimizer.safetensors", framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 - not a dict
@@ -93,7 +125,10 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
             states.setdefault(name, {})[kind] = file.get_tensor(key)
     for name, parameter in model.named_parameters():
         if name in states:  # a parameter that never had a gradient has no state
-            optimizer.state[parameter] = {k: v.to(device) for k, v in states[name].items()}
+            optimizer.state[parameter] = {
+                k: placed_like(v, parameter) if v.shape == parameter.shape else v.to(parameter.device)
+                for k, v in states[name].items()
+            }
 
 
 def _own_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -15,6 +15,8 @@ from typing import Any
 from data.config import DataConfig
 from data.tokenizer import TOKENIZERS
 from models.config import ModelConfig
+from parallel.plan.mesh import MeshSpec
+from parallel.strategy import Strategy
 
 
 class ConfigError(ValueError):
@@ -110,6 +112,7 @@ class RunConfig:
     save_every: int = 100  # steps between checkpoints; the last step always saves; 0: only the last
     keep: int = 2  # checkpoints kept
     log_every: int = 10  # steps between printed lines where the output is no terminal
+    timeout_s: int = 45  # how long a rank waits for the others; 20 times as long to meet, to evaluate and to save
 
     def validate(self, rows: int) -> None:
         """Raise ConfigError for values that no run could use."""
@@ -123,6 +126,7 @@ class RunConfig:
             ("eval_every", 0),
             ("save_every", 0),
             ("seed", 0),
+            ("timeout_s", 1),
         ):
             if getattr(self, key) < least:
                 raise ConfigError(f"run.{key}={getattr(self, key)} must be {least} or more.")
@@ -152,6 +156,7 @@ class Config:
     model: ModelConfig
     data: DataConfig
     optim: OptimConfig = field(default_factory=OptimConfig)
+    strategy: Strategy = field(default_factory=Strategy)
     run: RunConfig = field(default_factory=RunConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     nproc: int | None = None  # ranks to start here; null: the ranks given by the launcher, else 1
@@ -162,6 +167,9 @@ class Config:
         self.data.validate()
         self.run.validate(self.data.rows)
         self.optim.validate(self.run.steps)
+        self.strategy.validate()
+        if self.nproc is not None and self.nproc < 1:
+            raise ConfigError(f"nproc={self.nproc} must be 1 or more; null: the ranks that a launcher gives, else 1.")
         ids = TOKENIZERS[self.data.tokenizer]().vocab_size
         if ids > self.model.vocab_size:
             raise ConfigError(
@@ -174,12 +182,30 @@ class Config:
                 f"document of this model; set one of them to the other."
             )
 
+    def check_ranks(self, world: int) -> MeshSpec:
+        """The mesh on `world` ranks. ConfigError where the strategy, the model or the rows do not fit it."""
+        try:
+            mesh = self.strategy.mesh(world, self.model.heads, self.model.kv_heads)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        parts = mesh.dp * self.run.accumulate
+        if self.data.rows % parts:
+            raise ConfigError(
+                f"data.rows={self.data.rows} do not split over dp={mesh.dp} replicas x run.accumulate="
+                f"{self.run.accumulate} micro-batches; make data.rows a multiple of {parts}, or use fewer of either."
+            )
+        try:
+            self.strategy.check_rows(mesh, self.data.rows // parts, self.model.heads)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        return mesh
+
 
 # Keys that do not change what is computed at a step: they take no part in the hash.
 UNHASHED = {
     "nproc": None,
     "wandb": None,
-    "run": {"stop_at", "dir", "resume", "nonfinite", "eval_every", "save_every", "keep", "log_every"},
+    "run": {"stop_at", "dir", "resume", "nonfinite", "eval_every", "save_every", "keep", "log_every", "timeout_s"},
 }
 
 

@@ -1,8 +1,10 @@
 """A run's folder: where it lies, who may write there, and what it may be resumed with."""
 
+import contextlib
 import fcntl
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -10,12 +12,13 @@ from typing import Any
 from training.checkpoint import complete_checkpoints, is_intact, load_state
 from training.config import Config, ConfigError, Resume, config_hash, differences, to_plain
 from training.provenance import provenance
+from training.rendezvous import Team
 
 
 class RunFolder:
     """`<dir>` with config.json, provenance.json, metrics.jsonl and checkpoints/, held by one process at a time.
 
-    A context manager: the lock is released at the end.
+    A context manager: the lock is released at the end. Of several ranks the first alone holds it, see `shared_folder`.
 
     Raises:
         ConfigError: another process trains there; what lies there is of another configuration; `run.resume=must` and
@@ -25,10 +28,20 @@ class RunFolder:
     def __init__(self, config: Config):
         self.config = config
         self.path = Path(config.run.dir or Path("runs") / f"{config.run.name}-{config_hash(config)}").absolute()
-        self.checkpoints = self.path / "checkpoints"
-        self.metrics = self.path / "metrics.jsonl"
-        self.summary = self.path / "summary.json"
+        self.checkpoint: Path | None = None  # the newest complete one, to resume from
         self.notices: list[str] = []  # what the user must know about the state in which the folder was found
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
 
     def __enter__(self) -> "RunFolder":
         self.path.mkdir(parents=True, exist_ok=True)
@@ -103,12 +116,36 @@ class RunFolder:
             return aside
         return None
 
-    def record_start(self) -> None:
+    def record_start(self, ranks: int) -> None:
         """Write config.json and provenance.json; earlier invocations' provenance is kept in the list."""
         write_json(self.path / "config.json", to_plain(self.config))
         path = self.path / "provenance.json"
         earlier = read_json(path) if path.exists() else []
-        write_json(path, [*earlier, provenance()])
+        write_json(path, [*earlier, provenance(ranks)])
+
+
+@contextlib.contextmanager
+def shared_folder(config: Config, team: Team) -> Iterator[RunFolder]:
+    """The run folder as rank 0 found and locked it, on every rank.
+
+    Raises:
+        ConfigError: what RunFolder refuses, or a rank that does not see rank 0's checkpoint; on every rank.
+    """
+    folder = RunFolder(config)
+    with contextlib.ExitStack() as stack:
+
+        def find() -> tuple[Path, Path | None]:
+            stack.enter_context(folder)
+            return folder.path, folder.checkpoint
+
+        folder.path, folder.checkpoint = team.first_decides(find)
+        team.together(lambda: _check_seen(folder))
+        yield folder
+
+
+def _check_seen(folder: RunFolder) -> None:
+    if folder.checkpoint and not (folder.checkpoint / "state.json").exists():
+        raise ConfigError(f"{folder.checkpoint} is not seen from every rank's machine; put run.dir on a shared disk.")
 
 
 def read_json(path: Path) -> Any:

@@ -17,23 +17,28 @@ BF16_PEAK_TFLOPS = {
 }
 
 
-def pick_device(name: str) -> torch.device:
-    """The device that `run.device` names; auto: cuda when there is one.
+def pick_device(name: str, local_rank: int | None = None) -> torch.device:
+    """The device that `run.device` names; auto: cuda when there is one. Rank n of a machine takes its n-th GPU.
 
     Raises:
         ConfigError: no such device here.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"run.device={name} is no device; use auto, cpu or cuda.") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"run.device={name}: longfold trains on cpu and cuda.")
+    if device.type == "cuda" and local_rank is not None:
+        if device.index is not None:
+            raise ConfigError(f"run.device={name} names one GPU for several ranks; use run.device=cuda.")
+        device = torch.device("cuda", local_rank)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"run.device={name}, and this machine shows {torch.cuda.device_count()} GPUs; use run.device=cpu."
+            f"{device} is asked for, and this machine shows {torch.cuda.device_count()} GPUs; use fewer ranks, or "
+            f"run.device=cpu."
         )
     return device
 

@@ -12,6 +12,11 @@ class StopRequest:
         self.reason: str | None = None
         self._previous: dict[int, signal._HANDLER] = {}
 
+    @property
+    def number(self) -> int:
+        """The signal's number; 0 while there was none."""
+        return signal.Signals[self.reason].value if self.reason else 0
+
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):

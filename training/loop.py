@@ -1,28 +1,35 @@
-"""The training loop of one process: steps, evaluations, checkpoints, and an orderly end."""
+"""The training loop, the same on every rank: steps, evaluations, checkpoints, and an orderly end."""
 
+import contextlib
+import dataclasses
 import json
 import math
 import statistics
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
 
 from rich.console import Console
+from torch import Tensor
 
 from data.batch import PackedBatch
 from data.bigram import bigram_bits_per_byte
 from data.loader import PackedLoader
 from models.decoder import Decoder
 from models.flops import flops_per_step, parameter_count
-from training.checkpoint import load_checkpoint, load_state, save_checkpoint
+from training.checkpoint import load_checkpoint, load_state, snapshot, write_checkpoint
 from training.config import Config, ConfigError, NonFinite, to_plain
-from training.folder import RunFolder, read_json, write_json
-from training.hardware import peak_memory_bytes, peak_tflops, pick_device
+from training.folder import RunFolder, read_json, shared_folder, write_json
+from training.hardware import peak_memory_bytes, peak_tflops
 from training.interrupt import StopRequest
 from training.metrics import MetricsFile
 from training.optim import build_optimizer, gradient_norm, learning_rate
-from training.progress import ProgressReport, describe_evaluation, print_summary
-from training.step import NonFiniteLoss, StepLoss, evaluate, forward_backward
+from training.outcome import Outcome, print_outcome
+from training.progress import ProgressReport
+from training.rendezvous import Team
+from training.share import Share
+from training.step import NonFiniteLoss, evaluate, forward_backward
 from training.tracking import Tracker
 
 
@@ -35,29 +42,31 @@ class Counters:
     cut_documents: int = 0
 
 
-@dataclass
-class Outcome:
-    """How an invocation ended: the last completed step, why it stopped (None: it reached the end), the run folder."""
-
-    step: int
-    stopped_by: str | None
-    folder: Path
-    summary: dict = field(default_factory=dict)
-
-
-def train(config: Config, console: Console) -> Outcome:
+def train(config: Config, console: Console, team: Team | None = None) -> Outcome:
     """Train from the newest complete checkpoint, or from step 1, to `run.steps` (or `run.stop_at`).
 
+    Every rank of `team` (one process by default) calls this; rank 0 alone prints, writes and owns the run folder.
+
     Raises:
-        ConfigError: the configuration, the data or the run folder cannot be used.
+        ConfigError: the configuration, the data or the run folder cannot be used; on every rank.
         NonFiniteLoss: a loss or a gradient was not finite, and `run.nonfinite=stop`; no checkpoint was touched.
     """
-    with StopRequest() as stop, RunFolder(config) as folder:
-        if folder.checkpoint and load_state(folder.checkpoint)["step"] == config.run.steps and folder.summary.exists():
-            summary = read_json(folder.summary)
-            print_outcome(console, config, folder.path, summary, "already finished")
-            return Outcome(config.run.steps, None, folder.path, summary)
-        return Trainer(config, folder, stop, console).run()
+    team = team or Team(config)
+    with StopRequest() as stop, contextlib.ExitStack() as held:
+        with team.patience():
+            folder = held.enter_context(shared_folder(config, team))
+            finished = team.first_decides(lambda: _finished(config, folder))
+            trainer = None if finished else Trainer(config, folder, stop, console, team)
+        if trainer:
+            return trainer.run()
+        print_outcome(console, config, folder.path, finished or {}, "already finished")
+        return Outcome(config.run.steps, None, folder.path, finished or {})
+
+
+def _finished(config: Config, folder: RunFolder) -> dict | None:
+    """The summary of a run that has reached its last step."""
+    at_end = folder.checkpoint and load_state(folder.checkpoint)["step"] == config.run.steps
+    return read_json(folder.summary) if at_end and folder.summary.exists() else None
 
 
 def open_loaders(config: Config) -> tuple[PackedLoader, PackedLoader | None]:
@@ -73,20 +82,32 @@ def open_loaders(config: Config) -> tuple[PackedLoader, PackedLoader | None]:
 class Trainer:
     """The parts of a run, built or restored, and the loop over them."""
 
-    def __init__(self, config: Config, folder: RunFolder, stop: StopRequest, console: Console):
-        self.config, self.folder, self.stop, self.console = config, folder, stop, console
-        self.device = pick_device(config.run.device)
+    def __init__(self, config: Config, folder: RunFolder, stop: StopRequest, console: Console, team: Team):
+        self.config, self.folder, self.stop, self.console, self.team = config, folder, stop, console, team
+        self.device = team.device
         for notice in folder.notices:
             console.print(notice, highlight=False, markup=False)
-        self.loader, self.held_out = open_loaders(config)
+        self.loader, self.held_out = team.together(lambda: open_loaders(config))
         self.model = Decoder(config.model, seed=config.run.seed).to(self.device)
+        self.share = Share(self.model, team, config.strategy)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.counters, self.step = Counters(), 0
+        self._upcoming: PackedBatch | None = None
+        self._loader_state: dict | None = None
+        self.stopped_by: str | None = None  # the signal that all ranks agreed to stop at
         if folder.checkpoint:
-            self._restore(folder.checkpoint)
-        folder.record_start()
-        self.metrics = MetricsFile(folder.metrics, resume_step=self.step)
-        self.tracker = Tracker(config.wandb, folder.path, folder.path.name, to_plain(config), self.metrics.history)
+            checkpoint = folder.checkpoint
+            team.together(lambda: self._restore(checkpoint))
+        self.metrics: MetricsFile | None = None  # rank 0's, as the tracker is
+        self.tracker: Tracker | None = None
+        team.first_decides(self._open_records)
+
+    def _open_records(self) -> None:
+        self.folder.record_start(self.team.world)
+        self.metrics = MetricsFile(self.folder.metrics, resume_step=self.step)
+        config, path = self.config, self.folder.path
+        wandb = dataclasses.replace(config.wandb, tags=[*config.wandb.tags, config.strategy.name])
+        self.tracker = Tracker(wandb, path, path.name, to_plain(config), self.metrics.history)
 
     def _restore(self, checkpoint: Path) -> None:
         state = load_state(checkpoint)
@@ -103,55 +124,86 @@ class Trainer:
                 f"run.stop_at={last} lies before the checkpoint's step {self.step}; raise it, or leave it out."
             )
         self._print_start(last)
+        self._signalled()
         saved = self.step
         failed = True
         try:
             with ProgressReport(self.console, self.step, last, run.log_every) as progress:
-                while self.step < last and self.stop.reason is None:
-                    row = self._one_step()
-                    progress.step(self.step, row)
+                while self.step < last and self.stopped_by is None:
+                    progress.step(self.step + 1, self._one_step())
                     if run.save_every and self.step % run.save_every == 0:
                         saved = self._save()
             if saved != self.step:
                 self._save()
             failed = False
         finally:
-            self.metrics.close()
-            self.tracker.finish(exit_code=int(failed))
+            if self.metrics and self.tracker:
+                self.metrics.close()
+                self.tracker.finish(exit_code=int(failed))
         return self._finish(last)
 
     def _one_step(self) -> dict:
         began = time.perf_counter()
         step = self.step + 1
-        batch = self.loader.batch(self.step)
+        batch = self._next_batch()
         lr = learning_rate(self.config.optim, step, self.config.run.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        found = forward_backward(self.model, batch, self.config.run.accumulate, self.config.run.precision)
+        found = forward_backward(self.model, batch, self.config.run.accumulate, self.config.run.precision, self.share)
+        figures = self.share.take_figures()
+        mine = [found.loss, self.stop.number, peak_memory_bytes(self.device), *figures.values()]
+        losses, signals, peaks, work, exposed, *sent = self.team.gather(mine).T
+        loss = float(losses.sum())
+        self._note_stop(signals)
         norm = float(gradient_norm(self.model, self.config.optim.clip_norm))
-        if math.isfinite(found.loss) and math.isfinite(norm):
+        if math.isfinite(loss) and math.isfinite(norm):
             self.optimizer.step()
         else:
-            self._refuse_step(step, batch, found, norm)
+            self._refuse_step(step, batch, loss, norm, found.bad_documents)
         self.optimizer.zero_grad(set_to_none=True)
         self.step = step
         self.counters.tokens += batch.label_tokens
         self.counters.cut_documents += batch.cut_documents
         values = {
-            "train/loss": found.loss,
+            "train/loss": loss,
             "train/grad_norm": norm,
             "train/lr": lr,
+            "mem/peak_bytes": int(peaks.max()),
+            "plan/imbalance": float(work.max() / work.mean()) if work.any() else 1.0,
+            **({"plan/exposed_s": float(exposed.max())} if self.share.context else {}),
+            **{name: int(sizes.sum()) for name, sizes in zip(list(figures)[2:], sent) if sizes.any()},
             **self._measures(batch, time.perf_counter() - began),
         }
         values |= self._evaluation()
-        row = self.metrics.write(step, values)
-        self.tracker.log(row)
-        return row
+        if self.metrics and self.tracker:
+            self.tracker.log(self.metrics.write(step, values))
+        return values
 
-    def _refuse_step(self, step: int, batch: PackedBatch, found: StepLoss, norm: float) -> None:
-        names = list(dict.fromkeys(found.bad_documents or [d.name for d in batch.documents]))
+    def _next_batch(self) -> PackedBatch:
+        """The step's batch. Where exchanges are planned, the one after it is drawn as well, and planned meanwhile."""
+        batch = self._upcoming if self._upcoming else self.loader.batch(self.step)
+        self._loader_state = self.loader.state_dict()  # where the stream stands after this step
+        self._upcoming = None
+        if self.share.context and self.step + 1 < self.config.run.steps:
+            self._upcoming = self.loader.batch(self.step + 1)
+            self.share.prepare(self._upcoming, self.config.run.accumulate, self.config.run.precision)
+        return batch
+
+    def _signalled(self) -> bool:
+        """Whether any rank has had a signal; asked of all ranks at once, so that all stop after the same step."""
+        self._note_stop(self.team.gather([self.stop.number]))
+        return self.stopped_by is not None
+
+    def _note_stop(self, numbers: Tensor) -> None:
+        if self.stopped_by is None and numbers.any():
+            self.stopped_by = Signals(int(numbers.max())).name
+
+    def _refuse_step(self, step: int, batch: PackedBatch, loss: float, norm: float, bad: list[str]) -> None:
+        """All ranks come here at the same step, as the loss and the norm are the same on all."""
+        named = [name for names in self.team.gather_objects(bad) for name in names]
+        names = list(dict.fromkeys(named or [d.name for d in batch.documents]))
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        what = f"loss {found.loss}" if not math.isfinite(found.loss) else f"gradient norm {norm}"
+        what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm}"
         message = f"step {step}: {what} is not finite; documents: {shown}"
         if self.config.run.nonfinite is NonFinite.stop:
             raise NonFiniteLoss(f"{message}. Lower optim.lr, or skip such steps with run.nonfinite=skip.")
@@ -164,7 +216,7 @@ class Trainer:
         slots = batch.tokens.numel()
         tokens = slots - batch.padding_tokens
         tflops = flops_per_step(self.config.model, tokens, pairs) / seconds / 1e12
-        peak = peak_tflops(self.device)
+        peak = peak_tflops(self.device)  # of one device
         full = batch.rows * batch.seq_len * (batch.seq_len + 1) / 2
         return {
             "train/tokens": self.counters.tokens,
@@ -172,12 +224,11 @@ class Trainer:
             "perf/step_s": seconds,
             "perf/tokens_per_s": tokens / seconds,
             "perf/model_tflops": tflops,
-            **({"perf/mfu": tflops / peak} if peak else {}),
-            "mem/peak_bytes": peak_memory_bytes(self.device),
+            **({"perf/mfu": tflops / (peak * self.team.world)} if peak else {}),
             "data/docs_per_row": batch.num_documents / batch.rows,
             "data/padding": batch.padding_tokens / slots,
             "data/cut_documents": self.counters.cut_documents,
-            "data/epoch": self.loader.epoch,
+            "data/epoch": self._loader_state["epoch"] if self._loader_state else self.loader.epoch,
             "data/mask_density": batch.layout.pairs(causal=True) / full,
         }
 
@@ -188,8 +239,10 @@ class Trainer:
         ):
             return {}
         # a signal ends an evaluation in mid-run; the last one, which the summary needs, only a second signal
-        stop = (lambda: self.stop.reason is not None) if self.step != run.steps else (lambda: False)
-        result = evaluate(self.model, self.held_out, run.precision, stop)
+        stop = self._signalled if self.step != run.steps else lambda: False
+        with self.team.patience():
+            result = evaluate(self.model, self.held_out, run.precision, stop, self.share)
+        self.share.take_figures()  # a step's figures leave the evaluation's out
         if result is None:
             return {}
         values: dict[str, float | None] = {"eval/loss": result.loss}
@@ -200,19 +253,23 @@ class Trainer:
     def _save(self) -> int:
         state = {
             "config": to_plain(self.config),
-            "loader": self.loader.state_dict(),
-            "counters": asdict(self.counters),
+            "loader": self._loader_state or self.loader.state_dict(),
+            "counters": dataclasses.asdict(self.counters),
         }
-        save_checkpoint(self.folder.checkpoints, self.step, self.model, self.optimizer, state, self.config.run.keep)
+        folder, keep = self.folder.checkpoints, self.config.run.keep
+        with self.team.patience():
+            tensors = snapshot(self.model, self.optimizer, keep=self.team.first)
+            self.team.first_decides(lambda: write_checkpoint(folder, self.step, tensors, state, keep))
         return self.step
 
     def _print_start(self, last: int) -> None:
         count = parameter_count(self.config.model)
         where = f"resuming after step {self.step}" if self.step else "starting"
+        ranks = f"{self.team.world} x " if self.team.world > 1 else ""
         documents = self.loader.source.size
         corpus = "documents without end" if documents is None else f"{documents:,} documents"
         self.console.print(
-            f"{where}: {count.total:,} parameters on {self.device}, {self.config.data.rows} rows of "
+            f"{where}: {count.total:,} parameters on {ranks}{self.device}, {self.config.data.rows} rows of "
             f"{self.config.data.seq_len:,} tokens a step, {corpus}, to step {last}; {self.folder.path}",
             highlight=False,
             markup=False,
@@ -221,14 +278,16 @@ class Trainer:
     def _finish(self, last: int) -> Outcome:
         path, total = self.folder.path, self.config.run.steps
         if self.step < total:
-            reason = self.stop.reason or f"run.stop_at={last}"
+            reason = self.stopped_by or f"run.stop_at={last}"
             saved = f"saved in {path}; the same command goes on from there" if self.step else "before the first step"
             self.console.print(
                 f"stopped by {reason} after step {self.step} of {total}, {saved}.",
                 highlight=False,
                 markup=False,
             )
-            return Outcome(self.step, self.stop.reason or "stop_at", path)
+            return Outcome(self.step, self.stopped_by or "stop_at", path)
+        if not self.team.first:
+            return Outcome(self.step, None, path)
         summary = self._summary()
         write_json(self.folder.summary, summary)
         print_outcome(self.console, self.config, path, summary, "finished")
@@ -250,21 +309,3 @@ class Trainer:
             "tokens": rows[-1]["train/tokens"],
             "skipped_steps": rows[-1]["train/skipped_steps"],
         }
-
-
-def print_outcome(console: Console, config: Config, path: Path, summary: dict, how: str) -> None:
-    """The table at the end of a run."""
-    rows = [
-        ("steps", f"{summary['step']} ({summary['tokens']:,} predicted tokens)"),
-        ("training loss", "not finite" if summary["train_loss"] is None else f"{summary['train_loss']:.4f} nats/token"),
-    ]
-    if summary["eval_loss"] is not None:
-        found = {"eval/loss": summary["eval_loss"], "eval/bits_per_byte": summary["eval_bits_per_byte"]}
-        rows.append(("held-out loss", describe_evaluation(found)))
-    if summary["bigram_bits_per_byte"] is not None:
-        rows.append(("a bigram table", f"{summary['bigram_bits_per_byte']:.4f} bits/byte on the same held-out text"))
-    rows.append(("speed", f"{summary['tokens_per_s']:,.0f} tokens/s, median"))
-    if summary["skipped_steps"]:
-        rows.append(("skipped steps", f"{summary['skipped_steps']} with a loss or gradient that was not finite"))
-    rows.append(("run folder", str(path)))
-    print_summary(console, f"{config.run.name}: {how}", rows)

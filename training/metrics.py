@@ -8,6 +8,8 @@ import math
 import os
 from pathlib import Path
 
+from parallel.plan.ir import CLASSES
+
 METRICS: dict[str, tuple[str, str]] = {
     "train/loss": ("nats/token", "cross entropy: sum over the step's valid tokens / their global count"),
     "train/grad_norm": ("1", "global L2 norm of the gradient before clipping"),
@@ -20,12 +22,19 @@ METRICS: dict[str, tuple[str, str]] = {
     "perf/tokens_per_s": ("tokens/s", "tokens of the step, padding left out, over its wall-clock time"),
     "perf/model_tflops": ("TFLOP/s", "the model's FLOPs under the document mask over the step's time"),
     "perf/mfu": ("1", "perf/model_tflops over the device's dense bf16 peak, where it is known"),
-    "mem/peak_bytes": ("bytes", "peak memory so far: the device's allocator, on a CPU the process"),
+    "mem/peak_bytes": ("bytes", "peak memory so far, most of all ranks: the device's allocator, on a CPU the process"),
+    "plan/exposed_s": ("s", "time that the step waited for its plans, which are made while the step before it runs"),
+    "plan/imbalance": ("1", "allowed pairs that attention covers on the busiest rank over the mean of ranks, forward"),
     "data/docs_per_row": ("documents", "documents in a packed row, mean"),
     "data/padding": ("1", "share of the step's token slots that hold padding"),
     "data/cut_documents": ("documents", "documents cut at a row's end, which go on in another row, since step 1"),
     "data/epoch": ("epochs", "complete passes over the training documents"),
     "data/mask_density": ("1", "allowed (query, key) pairs over those of full causal rows"),
+    **{
+        f"comm/bytes/{traffic}/{link}": ("bytes", f"{traffic} that exchanges of the step moved, all ranks, {where}")
+        for traffic in CLASSES
+        for link, where in (("self", "within a rank"), ("intra", "within nodes"), ("inter", "across nodes"))
+    },
 }
 
 

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import nn
 
+from parallel.data_parallel import whole
 from training.config import OptimConfig, Schedule
 
 
@@ -46,9 +47,12 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 
 
 def gradient_norm(model: nn.Module, clip: float | None) -> torch.Tensor:
-    """Global L2 norm of the gradients before clipping, which happens in place when `clip` is given."""
+    """Global L2 norm of the gradients before clipping, which happens in place when `clip` is given.
+
+    Each element counts once, replicated or sharded; with sharded gradients this is a collective.
+    """
     parameters = [p for p in model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if clip is not None:
         nn.utils.clip_grads_with_norm_(parameters, clip, norm)
-    return norm
+    return whole(norm)

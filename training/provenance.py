@@ -27,13 +27,14 @@ def _version(package: str) -> str | None:
         return None
 
 
-def provenance() -> dict:
-    """JSON-able facts about this process: git commit and uncommitted difference, versions, hardware, command line."""
+def provenance(ranks: int = 1) -> dict:
+    """JSON-able facts about a run on `ranks` ranks: git commit and uncommitted changes, versions, hardware, command."""
     sha, diff = _git("rev-parse", "HEAD"), _git("diff", "HEAD")
     return {
         "git_sha": sha.strip() if sha else None,
         "git_diff": diff or None,
         "command": sys.argv,
+        "ranks": ranks,
         "python": platform.python_version(),
         "versions": {p: _version(p) for p in PACKAGES},
         "platform": platform.platform(),

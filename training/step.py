@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from data.batch import PackedBatch
-from models.attend import local_attend
 from models.decoder import Decoder
+from parallel.data_parallel import release, sync_gradients
 from training.config import Precision
+from training.share import Share
 
 
 class NonFiniteLoss(ArithmeticError):
@@ -20,28 +21,17 @@ class NonFiniteLoss(ArithmeticError):
 
 @dataclass
 class StepLoss:
-    """The loss of a step in nats per token, and the documents that hold a loss which is not finite."""
+    """This rank's part of a step's loss in nats per token, and its documents with a loss that is not finite."""
 
     loss: float
     bad_documents: list[str]
 
 
-def token_losses(model: Decoder, batch: PackedBatch, precision: Precision) -> Tensor:
-    """Negative log-likelihood in nats of each token of `batch`, [rows * seq_len] fp32; 0 where the label is ignored."""
-    device = next(model.parameters()).device
-    layout = batch.layout
-    model.check_lengths(int(layout.lengths.max(initial=0)))
-    attend = local_attend(
-        layout.starts.tolist(),
-        layout.stops.tolist(),
-        layout.total_tokens,
-        model.config.layer_windows(),
-        device=device,
-        backend=model.config.attention,
-    )
-    with autocast(device, precision):
-        hidden = model(batch.tokens.flatten().to(device), batch.positions.flatten().to(device), attend)
-        return model.token_nll(hidden, batch.labels.flatten().to(device))
+def token_losses(share: Share, micro: PackedBatch, precision: Precision) -> Tensor:
+    """Negative log-likelihood in nats of this rank's tokens of `micro`, fp32; 0 where the label is ignored."""
+    part = share.part(micro, precision)
+    with autocast(share.device, precision):
+        return share.module(part.tokens, part.positions, part.labels, part.attend)
 
 
 def autocast(device: torch.device, precision: Precision) -> contextlib.AbstractContextManager:
@@ -51,31 +41,28 @@ def autocast(device: torch.device, precision: Precision) -> contextlib.AbstractC
     return contextlib.nullcontext()
 
 
-def forward_backward(model: Decoder, batch: PackedBatch, accumulate: int, precision: Precision) -> StepLoss:
-    """Accumulate the gradient of the step's loss over `accumulate` micro-batches into `.grad`.
+def forward_backward(
+    model: Decoder, batch: PackedBatch, accumulate: int, precision: Precision, share: Share | None = None
+) -> StepLoss:
+    """Accumulate this rank's share of the gradient over `accumulate` micro-batches, then sum over ranks, into `.grad`.
 
-    Every token weighs the same whatever micro-batch it lies in: each micro-batch's sum is divided by the whole step's
-    count of valid tokens. A step without valid tokens has loss 0 and zero gradients.
+    Every token weighs the same whatever micro-batch or rank it lies in: each sum is divided by the whole step's count
+    of valid tokens. A rank without valid tokens adds 0; a step without any has loss 0 and zero gradients.
     """
+    share = share or Share(model)
     count = max(1, batch.label_tokens)
     total, bad = 0.0, []
-    for micro in batch.micro_batches(accumulate):
-        nll = token_losses(model, micro, precision)
-        loss = nll.sum(dtype=torch.float64 if nll.dtype == torch.float64 else torch.float32) / count
-        loss.backward()
+    micros = share.micro_batches(batch, accumulate)
+    for index, micro in enumerate(micros, 1):
+        with sync_gradients(share.module, index == len(micros)):
+            nll = token_losses(share, micro, precision)
+            loss = nll.sum(dtype=torch.float64) / count
+            loss.backward()
         value = loss.item()
         if not math.isfinite(value):
-            bad += documents_with_bad_loss(micro, nll.detach())
+            bad += share.bad_documents(micro, nll.detach())
         total += value
     return StepLoss(total, bad)
-
-
-def documents_with_bad_loss(batch: PackedBatch, nll: Tensor) -> list[str]:
-    """Names of the documents that hold a token whose loss is not finite."""
-    bad = (~torch.isfinite(nll)).cpu().numpy()
-    layout = batch.layout
-    spans = zip(batch.documents, layout.starts.tolist(), layout.stops.tolist())
-    return [document.name for document, start, stop in spans if bad[start:stop].any()]
 
 
 @dataclass
@@ -88,15 +75,28 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: Decoder, batches: Iterable[PackedBatch], precision: Precision, stop: Callable[[], bool] = lambda: False
+    model: Decoder,
+    batches: Iterable[PackedBatch],
+    precision: Precision,
+    stop: Callable[[], bool] = lambda: False,
+    share: Share | None = None,
 ) -> Evaluation | None:
-    """Sum of losses over sum of counts, over all batches: never a mean of means. None once `stop()` says so."""
+    """Sum of losses over sum of counts, over all batches and ranks: never a mean of means. None once `stop()` says so.
+
+    `stop` is asked before every batch, on every rank, and must give all of them the same answer.
+    """
+    share = share or Share(model)
     total, tokens, size = 0.0, 0, 0
-    for batch in batches:
-        if stop():
-            return None
-        total += token_losses(model, batch, precision).sum(dtype=torch.float64).item()
-        tokens += batch.label_tokens
-        size += batch.predicted_bytes
+    try:
+        for batch in batches:
+            if stop():
+                return None
+            (micro,) = share.micro_batches(batch)
+            total += token_losses(share, micro, precision).sum(dtype=torch.float64).item()
+            tokens += batch.label_tokens
+            size += batch.predicted_bytes
+    finally:
+        release(share.module)
+    total = share.total(total)
     loss = total / max(1, tokens)
     return Evaluation(loss, total / math.log(2) / size if size else None)

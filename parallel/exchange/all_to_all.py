@@ -20,7 +20,7 @@ class HeadGroup:
 
     def __init__(self, scene: Scene, placement: Placement, rank: int) -> None:
         self.scene, self.shape, self.rank = scene, scene.shape, rank
-        n = placement.split
+        n, self.placement = placement.split, placement
         self.unit_index, self.me = divmod(rank, n)
         self.unit: TokenSet = placement.units[self.unit_index]
         self.ranks = range(self.unit_index * n, (self.unit_index + 1) * n)
@@ -33,6 +33,10 @@ class HeadGroup:
     @property
     def mine(self) -> TokenSet:
         return self.tokens[self.me]
+
+    @property
+    def room(self) -> int:
+        return max(unit.count for unit in self.placement.units)
 
     @property
     def others(self) -> list[int]:
@@ -50,7 +54,8 @@ class HeadGroup:
         for kind, source in kinds.items():
             own = self.heads_of(kind, self.me)
             name = f"{source}.heads"
-            made[kind] = w.buffer(name, kind, self.unit, own, role="saved" if saved else "temporary")  # pyright: ignore[reportArgumentType]
+            role = "saved" if saved else "temporary"
+            made[kind] = w.buffer(name, kind, self.unit, own, False, role, self.room)  # pyright: ignore[reportArgumentType]
             for i in self.others:
                 sends.append(self._message(i, kind, source, self.mine, self.heads_of(kind, i)))
                 recvs.append(self._message(i, kind, name, self.tokens[i], own))

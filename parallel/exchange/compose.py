@@ -74,8 +74,9 @@ class Composer:
         w, shape, mine = Writer(rank), self.scene.shape, self.placement.sets[rank]
         group = self._group(rank)
         lane = self._lane(rank, group)
-        w.buffer("q", "q", mine, (0, shape.H), role="input")
-        w.buffer("kv", "kv", mine, (0, shape.Hkv), role="input")
+        room = max(tokens.count for tokens in self.placement.sets)
+        w.buffer("q", "q", mine, (0, shape.H), role="input", capacity=room)
+        w.buffer("kv", "kv", mine, (0, shape.Hkv), role="input", capacity=room)
         w.buffer("acc", "partial", lane.mine, lane.heads, exact=True, role="saved")
         if group:
             group.scatter_heads(w, BEFORE, {"q": "q", "kv": "kv"}, saved=True)
@@ -83,6 +84,7 @@ class Composer:
             lane.attend_own(w)
         else:
             self.exchange.forward(w, lane)
+            w.program.slabs = self.exchange.slabs(lane) if self.exchange.slabs else []
         w.result("out", "acc")
         if group:
             w.buffer("out", "out", mine, (0, shape.H), role="result")
@@ -94,13 +96,14 @@ class Composer:
         w, shape, mine = Writer(rank), self.scene.shape, self.placement.sets[rank]
         group = self._group(rank)
         lane = self._lane(rank, group)
-        w.buffer("grad_out", "grad_out", mine, (0, shape.H), role="input")
+        room = max(tokens.count for tokens in self.placement.sets)
+        w.buffer("grad_out", "grad_out", mine, (0, shape.H), role="input", capacity=room)
         for kind, heads in (("q", lane.heads), ("kv", lane.key_heads)):
-            w.buffer(lane.names[kind], kind, lane.mine, heads, role="saved")  # pyright: ignore[reportArgumentType]
+            w.buffer(lane.names[kind], kind, lane.mine, heads, role="saved", capacity=lane.room)  # pyright: ignore[reportArgumentType]
         w.buffer("acc", "partial", lane.mine, lane.heads, exact=True, role="saved")
         if group:
             group.scatter_heads(w, BEFORE, {"grad_out": "grad_out"}, saved=False)
-        w.buffer("stats", "stats", lane.mine, lane.heads, exact=True)
+        w.buffer("stats", "stats", lane.mine, lane.heads, exact=True, capacity=lane.room)
         w.stats("acc", lane.names["grad_out"], "stats")
         role = "temporary" if group else "result"
         w.buffer(lane.names["grad_q"], "grad_q", lane.mine, lane.heads, exact=True, role=role)

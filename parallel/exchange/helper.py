@@ -6,7 +6,7 @@ over its own keys, and sends the partial result back. n / 2 rounds cover all dis
 """
 
 from parallel.exchange.lane import Exchange, Lane
-from parallel.exchange.pairwise import Edge, Schedule, pairwise_backward, pairwise_forward, straight_returns
+from parallel.exchange.pairwise import Edge, Schedule, pairwise_backward, pairwise_forward, straight
 from parallel.plan.ir import AttentionShape
 from parallel.plan.mesh import MeshSpec
 from parallel.plan.visibility import MaskSpec
@@ -20,7 +20,7 @@ def _schedule(lane: Lane) -> Schedule:
         fetched = [(p, p - t, "keys") for p in range(t, n)]
         helped = [(p + n - t, p, "queries") for p in range(t)] if 2 * t < n else []
         rounds.append([_edge(lane, *pair) for pair in fetched + helped if lane.sees(pair[0], pair[1])])
-    return Schedule(rounds, straight_returns(rounds))
+    return straight(rounds)
 
 
 def _edge(lane: Lane, queries: int, keys: int, moves: str) -> Edge:

@@ -99,6 +99,11 @@ class Lane:
         return len(self.ranks)
 
     @property
+    def room(self) -> int:
+        """Tokens to reserve for what a member sends: the most that any holds, which no document changes."""
+        return max(tokens.count for tokens in self.sets)
+
+    @property
     def mine(self) -> TokenSet:
         return self.sets[self.me]
 
@@ -150,6 +155,7 @@ class Exchange:
         why_sharding: the reason where some are left out.
         sends_only_needed: no key or query travels that its receiver does not need.
         check: raises ValueError for what it cannot do.
+        slabs: (bytes, number) of buffers to reserve for a member, whatever the documents; None: as they are needed.
     """
 
     forward: Emit
@@ -160,3 +166,4 @@ class Exchange:
     why_sharding: str = ""
     sends_only_needed: bool = False
     check: Callable[[MeshSpec, AttentionShape, MaskSpec], None] = lambda mesh, shape, mask: None
+    slabs: Callable[[Lane], list[tuple[int, int]]] | None = None

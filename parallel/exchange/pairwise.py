@@ -1,8 +1,8 @@
 """Rounds of direct messages between pairs: keys move to queries, or queries to keys and partial results back.
 
-One batch a round. The messages of round t + 1 are posted before round t is computed. What a rank computed for another
-goes back in a later batch, whose number the schedule gives: never before that batch's turn to be posted after the round
-was computed, so a batch never waits for a computation that waits for it.
+The messages of a round are one batch, posted before the round before it is computed. What a rank computed for another
+goes back in a batch whose number the schedule gives. Batches are posted in the order of their numbers, each as soon as
+what it carries is there, but never more than one round ahead: two rounds' keys are held at a time.
 """
 
 from collections import defaultdict
@@ -49,16 +49,17 @@ class Edge:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rounds, counted from 1, and for each direction the batch in which a block's result goes back.
-
-    A result of round t may go back in batch t + 2 or later, or in the first batch after the last round.
+    """Rounds, counted from 1, and the batches of each direction.
 
     Attributes:
         rounds: the edges of each round.
-        returns: direction -> (queries, keys) -> batch; forward, only edges whose queries move have one.
+        fetches: direction -> the batch of each round's messages, increasing from 1.
+        returns: direction -> (queries, keys) -> the batch in which a block's result goes back, after the batch of the
+            round after it; forward, only edges whose queries move have one.
     """
 
     rounds: Sequence[Sequence[Edge]]
+    fetches: dict[str, Sequence[int]]
     returns: dict[str, dict[tuple[int, int], int]]
 
     @cached_property
@@ -72,19 +73,19 @@ class Schedule:
         return found
 
     def last_batch(self, direction: str) -> int:
-        return max([len(self.rounds), *self.returns[direction].values()])
+        return max([0, *self.fetches[direction], *self.returns[direction].values()])
 
 
-def straight_returns(rounds: Sequence[Sequence[Edge]]) -> dict[str, dict[tuple[int, int], int]]:
-    """Every result goes back as soon as it can."""
-    last = len(rounds) + 1
+def straight(rounds: Sequence[Sequence[Edge]]) -> Schedule:
+    """Every result goes back with the messages of a later round, as soon as it can."""
+    last, numbers = len(rounds) + 1, range(1, len(rounds) + 1)
     returns: dict[str, dict[tuple[int, int], int]] = {"forward": {}, "backward": {}}
     for number, edges in enumerate(rounds, 1):
         for edge in edges:
             returns["backward"][edge.queries, edge.keys] = min(number + 2, last)
             if edge.moves == "queries":
                 returns["forward"][edge.queries, edge.keys] = min(number + 2, last)
-    return returns
+    return Schedule(rounds, {"forward": numbers, "backward": numbers}, returns)
 
 
 class _Member:
@@ -92,7 +93,10 @@ class _Member:
 
     def __init__(self, w: Writer, lane: Lane, schedule: Schedule, direction: str) -> None:
         self.w, self.lane, self.direction = w, lane, direction
-        self.rounds, self.last = len(schedule.rounds), schedule.last_batch(direction)
+        self.fetches, self.last = list(schedule.fetches[direction]), schedule.last_batch(direction)
+        self.round_of = {batch: number for number, batch in enumerate(self.fetches, 1)}
+        self.posted = 0
+        self.pending: dict[int, Wait | None] = {}
         self.coming: dict[int, list[Edge]] = defaultdict(list)  # computed here
         self.going: dict[int, list[Edge]] = defaultdict(list)
         self.back: dict[int, list[tuple[int, Edge]]] = defaultdict(list)  # batch -> (round, edge)
@@ -105,21 +109,34 @@ class _Member:
 
     def run(self) -> None:
         """Own block first, while the first round's messages travel; then round by round."""
-        pending = self.post(1)
+        rounds, ends = len(self.fetches), [*self.fetches, self.last + 1, self.last + 1]
+        if rounds:
+            self.post_up_to(ends[0], 0)
         if self.direction == "forward":
             self.lane.attend_own(self.w)
         else:
             self.lane.attend_own_backward(self.w)
-        for number in range(1, self.last + 1):
-            self.w.wait(pending)
-            self.settle(number)
-            waits_for_this = any(r == number and e.receiver == self.lane.me for r, e in self.back[number + 1])
-            pending = None if waits_for_this else self.post(number + 1)
+        for number in range(1, rounds + 1):
+            self.wait_up_to(ends[number - 1])
+            self.post_up_to(min(ends[number], self.last), number - 1)
             for edge in self.coming[number]:
                 self.compute(number, edge)
-            if waits_for_this:
-                pending = self.post(number + 1)
-        self.w.wait(pending)
+            self.post_up_to(ends[number + 1] - 1, number)
+        self.wait_up_to(self.last)
+
+    def post_up_to(self, batch: int, computed: int) -> None:
+        """Post batches in order up to `batch`, or to the first that carries a result of a round after `computed`."""
+        while self.posted < batch:
+            ours = [r for r, edge in self.back[self.posted + 1] if edge.receiver == self.lane.me]
+            if any(r > computed for r in ours):
+                return
+            self.posted += 1
+            self.pending[self.posted] = self.post(self.posted)
+
+    def wait_up_to(self, batch: int) -> None:
+        for number in sorted(n for n in self.pending if n <= batch):
+            self.w.wait(self.pending.pop(number))
+            self.settle(number)
 
     def name(self, what: str, number: int, edge: Edge) -> str:
         if edge.receiver == self.lane.me:
@@ -130,8 +147,7 @@ class _Member:
         lane = self.lane
         heads = lane.key_heads if kind in ("kv", "grad_kv") else lane.heads
         exact = kind in ("stats", "partial", "grad_q", "grad_kv")
-        room = lane.sets[edge.sender].count
-        return self.w.buffer(self.name(kind, number, edge), kind, edge.tokens, heads, exact, capacity=room)  # pyright: ignore[reportArgumentType]
+        return self.w.buffer(self.name(kind, number, edge), kind, edge.tokens, heads, exact, capacity=lane.room)  # pyright: ignore[reportArgumentType]
 
     def kinds(self, edge: Edge) -> tuple[str, ...]:
         """The kinds of buffers that go from the sender to the receiver."""
@@ -145,8 +161,9 @@ class _Member:
             return "partial"
         return "grad_kv" if edge.moves == "keys" else "grad_q"
 
-    def post(self, number: int) -> Wait | None:
+    def post(self, batch: int) -> Wait | None:
         sends, recvs, lane = [], [], self.lane
+        number = self.round_of.get(batch, 0)
         for edge in self.going[number]:
             for kind in self.kinds(edge):
                 sends.append(lane.message(edge.receiver, kind, lane.names[kind], edge.tokens, exact=kind == "stats"))
@@ -154,18 +171,18 @@ class _Member:
             for kind in self.kinds(edge):
                 name = self.declare(kind, number, edge)
                 recvs.append(lane.message(edge.sender, kind, name, edge.tokens, exact=kind == "stats"))
-        for computed, edge in self.back[number]:
+        for computed, edge in self.back[batch]:
             kind = self.result(edge)
             if edge.receiver == lane.me:
                 sends.append(lane.message(edge.sender, kind, self.name(kind, computed, edge), edge.tokens, exact=True))
             else:
                 name = self.declare(kind, computed, edge)
                 recvs.append(lane.message(edge.receiver, kind, name, edge.tokens, exact=True))
-        return self.w.post(number, lane.comm, sends, recvs)
+        return self.w.post(batch, lane.comm, sends, recvs)
 
-    def settle(self, number: int) -> None:
-        """After batch `number`: merge or add what came back, in the order of ranks, and let go of what was sent."""
-        for computed, edge in sorted(self.back[number], key=lambda item: item[1].receiver):
+    def settle(self, batch: int) -> None:
+        """After a batch: merge or add what came back, in the order of ranks, and let go of what was sent."""
+        for computed, edge in sorted(self.back[batch], key=lambda item: item[1].receiver):
             kind = self.result(edge)
             name = self.name(kind, computed, edge)
             if edge.sender == self.lane.me:

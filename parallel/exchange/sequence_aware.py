@@ -3,7 +3,9 @@
 For each pair of members whose documents meet, one message: the keys that some query there sees; or, where that costs
 fewer bytes in a step and does not overload the other side, the queries, with partial results coming back. Messages are
 dealt to rounds by an edge colouring, the heaviest first, so that a round's messages weigh much the same and each
-round's computation hides the next, lighter round's transfer. Results go back in free places of later rounds.
+round's computation hides the next, lighter round's transfer. Forward, the few partial results go back in free places of
+later rounds. Backward, batches that fetch and batches that bring gradients home take turns, so that a rank holds the
+gradients of two rounds at most. Buffers are reserved for the most that any batch can need (`slabs`).
 
 (HSAP: sequence-aware transfers between groups, dropped where documents do not meet; how it schedules is not published,
 see docs/fidelity.md.)
@@ -18,6 +20,7 @@ from parallel.plan.ir import token_bytes
 from parallel.plan.writer import Writer
 
 OVERLOAD = 1.03  # a rank may come to this times the mean work by taking queries
+MOST_MOVED = 1  # times that a rank takes queries, or gives its own: each needs room for queries and results
 
 
 def forward(w: Writer, lane: Lane) -> None:
@@ -47,7 +50,23 @@ def _compile(lane: Lane) -> Schedule:
         rounds[colour].append(edge)
     rounds.sort(key=lambda some: -max(_weight(lane, edge) for edge in some))
     moved = [[edge for edge in some if edge.moves == "queries"] for some in rounds]
-    return Schedule(rounds, {"forward": _returns(rounds, moved), "backward": _returns(rounds, rounds)})
+    there, back = _take_turns(len(rounds))
+    returns = {(edge.queries, edge.keys): back[number] for number, some in enumerate(rounds) for edge in some}
+    return Schedule(
+        rounds,
+        {"forward": range(1, len(rounds) + 1), "backward": there},
+        {"forward": _returns(rounds, moved), "backward": returns},
+    )
+
+
+def _take_turns(rounds: int) -> tuple[list[int], list[int]]:
+    """Batches of each round's fetch and of its results: fetch 1, fetch 2, results 1, fetch 3, results 2, ..."""
+    order = [("fetch", 0)] if rounds else []
+    for number in range(rounds):
+        order += [("fetch", number + 1)] if number + 1 < rounds else []
+        order.append(("results", number))
+    batch = {what: at for at, what in enumerate(order, 1)}
+    return [batch["fetch", n] for n in range(rounds)], [batch["results", n] for n in range(rounds)]
 
 
 def _edges(lane: Lane) -> list[Edge]:
@@ -87,11 +106,16 @@ def _direct(lane: Lane, edges: list[Edge]) -> list[Edge]:
     sight, chosen = lane.scene.sight, list(edges)
     work = [sight.work(tokens) for tokens in lane.sets]
     limit = max(max(work), OVERLOAD * sum(work) / len(work))
+    taken: dict[int, int] = defaultdict(int)
+    given: dict[int, int] = defaultdict(int)
     for i in wanted:
         moved = sight.pairs(turned[i].q_tokens, turned[i].k_tokens)
-        if work[turned[i].receiver] + moved <= limit:
-            work[turned[i].receiver] += moved
-            work[turned[i].sender] -= moved
+        taker, giver = turned[i].receiver, turned[i].sender
+        if work[taker] + moved <= limit and taken[taker] < MOST_MOVED and given[giver] < MOST_MOVED:
+            taken[taker] += 1
+            given[giver] += 1
+            work[taker] += moved
+            work[giver] -= moved
             chosen[i] = turned[i]
     return chosen
 
@@ -127,6 +151,24 @@ def _returns(rounds: list[list[Edge]], going_back: list[list[Edge]]) -> dict[tup
     return found
 
 
-SEQUENCE_AWARE = Exchange(
-    forward, backward, "HSAP (sequence-aware parallelism), rounds of our own", sends_only_needed=True
-)
+def slabs(lane: Lane) -> list[tuple[int, int]]:
+    """(bytes, number) of what to reserve for temporaries and wires, whatever the documents."""
+    shape, heads, keys = lane.scene.shape, lane.heads, lane.key_heads
+
+    def size(kind: str, exact: bool = False) -> int:
+        each = token_bytes(kind, keys if kind in ("kv", "grad_kv") else heads, exact, shape)  # pyright: ignore[reportArgumentType]
+        return lane.room * sum(n for _, n in each)
+
+    moved = 2 * MOST_MOVED  # taken and given
+    return [
+        (size("kv"), 4),  # of two rounds, what came in and what goes out
+        (size("q"), moved),
+        (size("grad_out"), moved),
+        (size("stats", True), moved),
+        (size("partial", True), moved),
+        (size("grad_q", True), moved),
+        (size("grad_kv", True), 5),  # one being computed, and of two rounds what goes home and what comes home
+    ]
+
+
+SEQUENCE_AWARE = Exchange(forward, backward, "HSAP; the rounds are ours", sends_only_needed=True, slabs=slabs)

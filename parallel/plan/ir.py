@@ -216,9 +216,11 @@ class Program:
 
     Attributes:
         results: which buffer holds `out`, or `grad_q` and `grad_kv`, at the end.
+        slabs: (bytes, number) of slabs to reserve before the first batch, so that memory never changes afterwards.
     """
 
     rank: int
     buffers: dict[str, Buffer] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     results: dict[str, str] = field(default_factory=dict)
+    slabs: list[tuple[int, int]] = field(default_factory=list)

@@ -70,6 +70,7 @@ def plan_to_json(plan: Plan) -> str:
             "buffers": {name: plain(buffer) for name, buffer in one.buffers.items()},
             "steps": [[type(step).__name__, *(plain(item) for item in step)] for step in one.steps],
             "results": one.results,
+            "slabs": one.slabs,
         }
 
     placement = plan.placement
@@ -130,7 +131,13 @@ def _read(raw: dict[str, Any]) -> Plan:
         if one is None:
             return None
         buffers = {name: Buffer(*tokens(values)) for name, values in one["buffers"].items()}
-        return Program(one["rank"], buffers, [step(*values) for values in one["steps"]], one["results"])
+        return Program(
+            one["rank"],
+            buffers,
+            [step(*values) for values in one["steps"]],
+            one["results"],
+            [(size, n) for size, n in one["slabs"]],
+        )
 
     layout = PackedLayout.from_json(json.dumps(raw["layout"]))
     units = tuple(sets[number] for number in raw["units"])

@@ -16,8 +16,7 @@ DISTRIBUTED = {
     "parallel/groups.py",
     "parallel/data_parallel.py",
     "parallel/pipeline.py",
-    "training/launch.py",
-    "training/checkpoint.py",
+    "training/rendezvous.py",
 }
 ENVIRONMENT = {"kernels/runtime.py", "training/launch.py"}
 

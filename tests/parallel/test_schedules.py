@@ -74,7 +74,8 @@ def test_preset_under_the_adversaries(name: str, rules: str, window: int | None)
 @pytest.mark.parametrize("name", [n for n in preset_names() if n not in ("local", "ulysses", "basp")])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_next_transfer_is_posted_before_the_current_compute(name: str, direction: str):
-    """In the order in which ranks really did things, what a batch brings was on its way during a computation."""
+    """In the order in which ranks really did things, what a batch brings was on its way during a computation: that of
+    what the batch before it brought, where that brought the rank anything."""
     layout = PackedLayout.from_lengths([64])
     axes = {"cp_inner": 2} if on(name).inner_exchange else {}
     plan = planned(on(name, **axes), 8, layout, H=8, Hkv=4)
@@ -82,8 +83,11 @@ def test_next_transfer_is_posted_before_the_current_compute(name: str, direction
     hidden = brought = 0
     for rank in range(plan.size):
         events = [(what, step) for r, d, what, step in result.events if (r, d) == (rank, direction)]
+        posts = [step for what, step in events if what == "Post" and step.batch >= 0]
+        brings = {step.batch for step in posts if any(m.kind in ("kv", "q") for m in step.recvs)}
+        first = min((step.batch for step in posts), default=0)
         for at, (what, step) in enumerate(events):
-            if what != "Post" or not any(m.kind in ("kv", "q") for m in step.recvs) or step.batch < 0:
+            if what != "Post" or step.batch not in brings or (step.batch > first and step.batch - 1 not in brings):
                 continue
             end = next(i for i, (w, s) in enumerate(events) if w == "Wait" and s[:2] == (step.batch, step.comm))
             brought += 1
@@ -321,3 +325,28 @@ def test_every_batch_is_waited_for():
                 posts = [(s.batch, s.comm) for s in program.steps if isinstance(s, Post)]
                 waits = [(s.batch, s.comm) for s in program.steps if isinstance(s, Wait)]
                 assert sorted(posts) == sorted(waits)
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if name != "local"])
+def test_a_group_of_one_communicates_nothing(name: str):
+    plan = planned(on(name), 1)
+    assert plan.rounds == {"forward": 0, "backward": 0} and sum(x.sum() for x in plan.bytes.values()) == 0
+    inputs = rig.tensors(plan.shape, MIXED.total_tokens)
+    rig.compare(run_loopback(plan, *inputs), rig.dense(MIXED, CAUSAL, inputs, None, None))
+
+
+def test_schedules_of_other_heads_do_not_meet():
+    """Nothing is kept outside a plan: twelve heads after three are twelve heads."""
+    plans = [planned(on("ulysses"), 4, H=heads, Hkv=heads) for heads in (12, 4, 12)]
+    assert [program.buffers["acc"].heads for program in plans[2].forward] == [(0, 3), (3, 6), (6, 9), (9, 12)]
+    assert plans[0].to_json() == plans[2].to_json() != plans[1].to_json()
+
+
+def test_no_tokens_at_all():
+    empty = PackedLayout.from_lengths([], rows=[0], row_length=0)
+    for name in preset_names():
+        plan = planned(on(name), 4, empty)
+        verify(plan)
+        result = run_loopback(plan, *rig.tensors(plan.shape, 0))
+        assert result.out.shape == (0, 4, 8) and result.dk is not None and result.dk.shape == (0, 2, 8)
+        assert sum(x.sum() for x in plan.bytes.values()) == 0

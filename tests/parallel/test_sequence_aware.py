@@ -13,6 +13,7 @@ from parallel.plan.layout import PackedLayout
 from parallel.plan.plan import Plan
 from parallel.plan.verify import verify
 from parallel.plan.visibility import MaskSpec, Visibility
+from parallel.pool import BufferPool
 from parallel.sharding import SHARDINGS
 from parallel.strategy import Strategy, load_strategy
 from tests.parallel import cases as rig
@@ -194,3 +195,30 @@ def test_a_batch_size_that_changes_from_step_to_step():
         plan = plan_on(strategy, 4, layout)
         inputs = rig.tensors(plan.shape, layout.total_tokens, dtype=torch.float64)
         rig.compare(run_loopback(plan, *inputs), rig.dense(layout, MaskSpec(), inputs, None, None))
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (8, 1)])
+@pytest.mark.parametrize("sharding", ["contiguous", "per_document"])
+def test_memory_is_what_the_formula_says_whatever_the_documents(heads: int, key_heads: int, sharding: str):
+    """A hundred random layouts leave the buffers as the first one made them."""
+    strategy = load_strategy("hsap", dp=1, cp_inner=1, sharding=sharding)
+    draw, pools = np.random.default_rng(0), [BufferPool() for _ in range(4)]
+    for _ in range(100):
+        cuts = np.sort(draw.choice(np.arange(1, 64), draw.integers(0, 12), replace=False))
+        layout = PackedLayout.from_lengths(np.diff([0, *cuts, 64]))
+        plan = plan_on(strategy, 4, layout, heads, key_heads, "fp32")
+        run_loopback(plan, *rig.tensors(plan.shape, 64, dtype=torch.float32), backend="reference", pools=pools)
+        wanted = BufferPool()
+        wanted.reserve(plan.programs("forward")[0].slabs)
+        assert {pool.total for pool in pools} == {wanted.total}
+
+
+def test_memory_of_two_levels_settles():
+    strategy = load_strategy("hsap", dp=1, cp_inner=2, cp_outer=2)
+    draw, pools = np.random.default_rng(1), [BufferPool() for _ in range(4)]
+    for number in range(100):
+        cuts = np.sort(draw.choice(np.arange(1, 64), draw.integers(0, 12), replace=False))
+        plan = plan_on(strategy, 4, PackedLayout.from_lengths(np.diff([0, *cuts, 64])), 4, 4, "fp32")
+        run_loopback(plan, *rig.tensors(plan.shape, 64, dtype=torch.float32), backend="reference", pools=pools)
+        first = [pool.total for pool in pools] if number == 0 else first
+        assert [pool.total for pool in pools] == first

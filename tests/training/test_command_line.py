@@ -63,10 +63,12 @@ def test_correct_overrides_pass():
 
 
 @pytest.mark.parametrize("model", config_groups()["model"])
-@pytest.mark.parametrize("data", ["stdlib", "synthetic"])
-def test_every_preset_composes_and_validates(model, data):
+@pytest.mark.parametrize(
+    ("data", "strategy"), [("stdlib", "local"), *(("synthetic", name) for name in config_groups()["strategy"])]
+)
+def test_every_preset_composes_and_validates(model, data, strategy):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        composed = compose("config", overrides=[f"model={model}", f"data={data}"])
+        composed = compose("config", overrides=[f"model={model}", f"data={data}", f"strategy={strategy}"])
     refuse_added_keys(OmegaConf.to_container(composed))
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
@@ -100,7 +102,12 @@ def test_mistake_dies_before_torch_is_loaded():
         (["data=files", "data.paths=[empty.txt]"], "empty.txt"),
         (["data=files", "data.paths=[ids.jsonl]"], "ids.jsonl:2.*999"),
         (["model.vocab_size=100"], "258 ids.*vocab_size=100"),
-        (["nproc=4"], "4 ranks"),
+        (["nproc=4"], r"data\.rows=2 .*dp=4"),
+        (["nproc=0"], "nproc=0"),
+        (["nproc=2", "strategy.dp=3"], "2 ranks.*dp=3"),
+        (["nproc=3", "strategy=ulysses"], "3 ranks cannot share 2 query heads|cp_inner=3"),
+        (["strategy.exchange=magic"], "exchange='magic'.*ring"),
+        (["strategy=magic"], "strategy/magic.*usp"),
         (["model.attention=magic"], "magic"),
         (["data.rows=6", "run.accumulate=4"], "run.accumulate=4.*data.rows=6"),
     ],
@@ -193,7 +200,18 @@ def test_sweep_runs_each_job_in_its_own_folder_and_reports_a_failure(tmp_path):
 
 def test_hash_leaves_out_what_does_not_change_the_computation(make_config):
     base = config_hash(make_config())
-    same = [{"run": {"dir": "x", "stop_at": 3, "save_every": 9, "eval_every": 9, "keep": 7, "log_every": 3}}]
-    other = [{"run": {"seed": 1}}, {"run": {"steps": 7}}, {"model": {"layers": 1}}, {"optim": {"lr": 1.0}}]
+    same = [
+        {"run": {"dir": "x", "timeout_s": 9, "stop_at": 3, "save_every": 9, "eval_every": 9, "keep": 7, "log_every": 3}}
+    ]
+    other = [
+        {"run": {"seed": 1}},
+        {"strategy": {"dp": 2}},
+        {"run": {"steps": 7}},
+        {"model": {"layers": 1}},
+        {"optim": {"lr": 1.0}},
+    ]
     assert all(config_hash(make_config(**c)) == base for c in same)
+    ranked = make_config()
+    ranked.nproc = 4
+    assert config_hash(ranked) == base
     assert len({base, *(config_hash(make_config(**c)) for c in other)}) == 1 + len(other)

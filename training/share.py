@@ -1,0 +1,124 @@
+"""One rank's share of every batch: its replica's rows, its part of their tokens, and the module that learns."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from data.batch import IGNORE, PackedBatch
+from models.attend import Attend, local_attend
+from models.decoder import Decoder
+from parallel.api import ContextParallel
+from parallel.data_parallel import parallelise, settle
+from parallel.plan.ir import AttentionShape
+from parallel.strategy import Strategy
+from training.config import Precision
+from training.rendezvous import Team
+
+DTYPES = {torch.float32: "fp32", torch.float64: "fp64"}
+
+
+class TokenLosses(nn.Module):
+    """The decoder and its loss as one forward: what data parallelism wraps, so that it sees every use of a weight."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, positions: Tensor, labels: Tensor, attend: Attend) -> Tensor:
+        """Negative log-likelihood in nats of each token, [T] fp32; 0 where the label is ignored."""
+        return self.model.token_nll(self.model(tokens, positions, attend), labels)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tokens [t] that this rank holds of a micro-batch, and attention among all the ranks that hold it."""
+
+    tokens: Tensor
+    positions: Tensor
+    labels: Tensor
+    attend: Attend
+
+
+class Share:
+    """What one rank of `team` does of a step; without a team, all of it.
+
+    Args:
+        model: whole weights, the same on every rank; sharded in place where the strategy says so.
+        strategy: how the ranks of a replica share its tokens, and all ranks the weights.
+    """
+
+    def __init__(self, model: Decoder, team: Team | None = None, strategy: Strategy | None = None) -> None:
+        self.model, self.team = model, team
+        self.device = next(model.parameters()).device
+        self.replicas, self.replica, self.context = 1, 0, None
+        self.module: nn.Module = TokenLosses(model)
+        self._work = 0.0
+        if team and strategy:
+            mesh = team.mesh
+            self.replicas, self.replica = mesh.dp, mesh.coordinates(team.rank).dp
+            if mesh.cp > 1:
+                self.context = ContextParallel(strategy, mesh, team.groups, team.rank, model.config.attention)
+            self.module = parallelise(self.module, model.layers, strategy.weights, team.groups.get("dp_cp"))
+            settle(self.module, self._zero_loss)
+
+    def _zero_loss(self) -> Tensor:
+        zero = torch.zeros(1, dtype=torch.long, device=self.device)
+        attend = local_attend([0], [1], 1, self.model.config.layer_windows(), self.device, self.model.config.attention)
+        return self.module(zero, zero, zero + IGNORE, attend).sum()
+
+    def micro_batches(self, batch: PackedBatch, accumulate: int = 1) -> list[PackedBatch]:
+        """This replica's rows, in `accumulate` parts; the i-th parts of all replicas are one process's i-th."""
+        return batch.micro_batches(accumulate * self.replicas)[self.replica :: self.replicas]
+
+    def part(self, micro: PackedBatch, precision: Precision) -> Part:
+        """This rank's tokens of one of `micro_batches`; valid until the next call."""
+        layout, config = micro.layout, self.model.config
+        self.model.check_lengths(int(layout.lengths.max(initial=0)))
+        windows = tuple(config.layer_windows())
+        whole = [t.flatten() for t in (micro.tokens, micro.positions, micro.labels)]
+        if self.context is None:
+            spans = layout.starts.tolist(), layout.stops.tolist(), layout.total_tokens
+            attend: Attend = local_attend(*spans, windows, self.device, config.attention)
+            self._work += sum(layout.pairs(window=w) for w in set(windows))
+        else:
+            attend = self.context
+            self.context.bind(layout, self._shape(precision), windows, self.device)
+            # whole sequences are cut only here: labels and positions, made before, lose nothing at a boundary
+            whole = [self.context.shard(t) for t in whole]
+            self._work += self.context.work()
+        tokens, positions, labels = (t.to(self.device) for t in whole)
+        return Part(tokens, positions, labels, attend)
+
+    def prepare(self, batch: PackedBatch, accumulate: int, precision: Precision) -> None:
+        """Begin to plan the exchanges of a batch that comes later, on a thread."""
+        if self.context is not None:
+            for micro in self.micro_batches(batch, accumulate):
+                windows = tuple(self.model.config.layer_windows())
+                self.context.prepare(micro.layout, self._shape(precision), windows)
+
+    def _shape(self, precision: Precision) -> AttentionShape:
+        config = self.model.config
+        dtype = "bf16" if precision is Precision.bf16 else DTYPES[next(self.model.parameters()).dtype]
+        return AttentionShape(config.heads, config.kv_heads, config.head_dim, config.head_dim, dtype)
+
+    def bad_documents(self, micro: PackedBatch, nll: Tensor) -> list[str]:
+        """Names of the documents of which this rank holds a token of the last `part` with a loss that is not finite."""
+        ids = torch.from_numpy(micro.layout.document_ids())
+        if self.context is not None:
+            ids = self.context.shard(ids)
+        found = ids[~torch.isfinite(nll).cpu()].unique().tolist()
+        return [micro.documents[index].name for index in found if index >= 0]
+
+    def take_figures(self) -> dict[str, float]:
+        """Since the last call: `work`, the allowed pairs that attention covered here, a layer of each window;
+        `exposed`, seconds of waiting for plans; and the bytes that exchanges moved from here, by metric. The same keys
+        on every rank."""
+        work, self._work = self._work, 0.0
+        sent = self.context.take_bytes() if self.context else {}
+        exposed = self.context.take_exposed() if self.context else 0.0
+        return {"work": work, "exposed": exposed, **{f"comm/bytes/{key}": float(size) for key, size in sent.items()}}
+
+    def total(self, value: float) -> float:
+        """The sum of every rank's `value`."""
+        return float(self.team.gather([value]).sum()) if self.team else value
