@@ -9,7 +9,7 @@ No torch here: a schedule can be planned, proved, priced and drawn on any machin
 """
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd, prod
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from parallel.plan.placement import Placement
 from parallel.plan.plan import Plan
 from parallel.plan.visibility import MaskSpec
 from parallel.sharding import SHARDINGS
+from parallel.sharding.planner import DEFAULT, Planner, Setting
 
 PRESETS = Path(__file__).resolve().parents[1] / "conf" / "strategy"
 WEIGHTS = ("replicated", "fully_sharded")
@@ -39,6 +40,7 @@ class Strategy:
     exchange: str = "none"  # how queries meet keys across cp_outer (all_to_all: across all of cp): EXCHANGES, or none
     inner_exchange: str | None = None  # inside each group of cp_inner ranks: all_to_all or ring; null: no inner level
     head_slices: int | None = None  # all_gather: parts of the key heads, gathered one after the other; null: up to 4
+    planner: Planner = field(default_factory=Planner)  # whole_document: how it is sought
     batch_groups: int | str = 1  # groups of ranks with rows of their own; auto: as many as divide the rows and cp
     weights: str = "replicated"  # replicated (DDP) or fully_sharded (FSDP2), over dp x cp
     pp: int | None = None  # null: 1
@@ -54,6 +56,12 @@ class Strategy:
         _choose("exchange", self.exchange, ["none", *EXCHANGES])
         _choose("inner_exchange", self.inner_exchange, [None, *INNER_EXCHANGES])
         _choose("weights", self.weights, WEIGHTS)
+        self.planner.validate()
+        if self.planner != Planner() and self.sharding != "whole_document":
+            raise ValueError(
+                f"strategy.planner belongs to sharding=whole_document, and sharding={self.sharding} would ignore it; "
+                "leave it out"
+            )
         if self.batch_groups != "auto" and (not isinstance(self.batch_groups, int) or self.batch_groups < 1):
             raise ValueError(f"strategy.batch_groups={self.batch_groups!r}; give a number of at least 1, or auto")
         for axis in (*AXES, "node_size", "head_slices"):
@@ -172,8 +180,10 @@ class Strategy:
             )
         return groups
 
-    def shard(self, layout: PackedLayout, mesh: MeshSpec) -> Placement:
+    def shard(self, layout: PackedLayout, mesh: MeshSpec, shape: AttentionShape = DEFAULT.shape) -> Placement:
         """Deal the tokens of `layout` to the cp ranks of `mesh`: rows to batch groups, and inside by the sharding.
+
+        A planned sharding weighs attention of `shape` against its bytes; the others do not look at it.
 
         Raises:
             ValueError: an unknown sharding, or batch groups that do not divide the rows and the ranks.
@@ -183,9 +193,12 @@ class Strategy:
         ranks, rows = mesh.cp // groups, layout.num_rows // groups
         split = self._split(mesh, ranks)
         deal, units = SHARDINGS[self.sharding], []
+        setting = Setting(
+            self.planner, shape, max(1, mesh.node_size // split), padded=self.exchange == "compact_all_gather"
+        )
         for group in range(groups):
             part = layout if groups == 1 else layout.select_rows(group * rows, (group + 1) * rows)
-            units += [unit.shift(group * rows * layout.row_length) for unit in deal(part, ranks // split)]
+            units += [unit.shift(group * rows * layout.row_length) for unit in deal(part, ranks // split, setting)]
         return Placement(layout, mesh, tuple(units), split, groups)
 
     def _split(self, mesh: MeshSpec, ranks: int) -> int:
@@ -231,7 +244,10 @@ def load_strategy(name: str, **overrides: Any) -> Strategy:
     for key in (*values, *overrides):
         if key not in fields:
             raise ValueError(f"strategy {name} has no axis {key!r}; choose among {', '.join(sorted(fields))}")
-    strategy = Strategy(**{**values, **overrides})
+    chosen = {**values, **overrides}
+    if isinstance(chosen.get("planner"), dict):
+        chosen["planner"] = Planner(**chosen["planner"])
+    strategy = Strategy(**chosen)
     strategy.validate()
     return strategy
 
