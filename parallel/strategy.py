@@ -49,15 +49,23 @@ class Strategy:
     cp_inner: int | None = None  # null: the largest divisor of cp that divides the key heads and fits a node, or 1
     tp: int | None = None  # null: 1
     node_size: int = 8  # ranks that share a node's fast links
+    buffer_bytes: int | None = None  # auto: most bytes of temporary buffers on a rank; null: no limit
 
     def validate(self) -> None:
         """Raise ValueError, one sentence, for values that no run could use, whatever the model and the world."""
         _choose("sharding", self.sharding, SHARDINGS)
-        _choose("exchange", self.exchange, ["none", *EXCHANGES])
+        _choose("exchange", self.exchange, ["none", "auto", *EXCHANGES])
         _choose("inner_exchange", self.inner_exchange, [None, *INNER_EXCHANGES])
         _choose("weights", self.weights, WEIGHTS)
         self.planner.validate()
-        if self.planner != Planner() and self.sharding != "whole_document":
+        if self.exchange == "auto":
+            self._validate_auto()
+        elif self.buffer_bytes is not None:
+            raise ValueError(
+                f"strategy.buffer_bytes={self.buffer_bytes} belongs to exchange=auto, and "
+                f"exchange={self.exchange} would ignore it; leave it out"
+            )
+        if self.planner != Planner() and self.sharding != "whole_document" and self.exchange != "auto":
             raise ValueError(
                 f"strategy.planner belongs to sharding=whole_document, and sharding={self.sharding} would ignore it; "
                 "leave it out"
@@ -94,6 +102,18 @@ class Strategy:
                 f"exchange={self.exchange} takes sharding={' or '.join(allowed)}, not {self.sharding}: "
                 f"{EXCHANGES[self.exchange].why_sharding}"
             )
+
+    def _validate_auto(self) -> None:
+        """auto sets these axes itself, batch by batch."""
+        plain = Strategy()
+        for axis in ("sharding", "inner_exchange", "head_slices", "batch_groups", "cp_inner"):
+            if getattr(self, axis) not in (getattr(plain, axis), 1):
+                raise ValueError(
+                    f"strategy.{axis}={getattr(self, axis)} clashes with exchange=auto, which chooses it for each "
+                    "batch; leave it out, or name the preset that you want"
+                )
+        if self.buffer_bytes is not None and self.buffer_bytes < 0:
+            raise ValueError(f"strategy.buffer_bytes={self.buffer_bytes}; give 0 or more, or null for no limit")
 
     def mesh(self, world: int, heads: int, kv_heads: int) -> MeshSpec:
         """The mesh on `world` ranks, null axes filled in.
@@ -223,6 +243,10 @@ class Strategy:
             ValueError: a combination that cannot work, with the numbers and a way out.
         """
         self.validate()
+        if self.exchange == "auto":
+            raise ValueError(
+                "exchange=auto plans through parallel.auto.resolve, which chooses a strategy for the batch"
+            )
         self._check_mesh(placement.mesh, shape.H)
         self.check_rows(placement.mesh, placement.layout.num_rows, shape.H)
         exchange = EXCHANGES.get(self.exchange)
