@@ -39,7 +39,7 @@ def combinations(config: Config, world: int) -> Iterator[Combination]:
     yield Combination(f"{config.strategy.name} (yours)", "as given", refusal(config, config.strategy, world))
     for name in preset_names():
         for dp, outer, inner in product(range(1, world + 1), repeat=3):
-            if dp * outer * inner == world:
+            if dp * outer * inner == world and (inner == 1 or name != "auto"):  # auto splits each batch its own way
                 strategy = load_strategy(name, dp=dp, cp_outer=outer, cp_inner=inner)
                 yield Combination(name, f"{dp} x {outer} x {inner}", refusal(config, strategy, world))
 
