@@ -99,6 +99,8 @@ class ContextParallel:
                 attention is sent.
         """
         device = torch.device(device)
+        if not windows:
+            raise ValueError("windows is empty, so no plan would be made; give the window of each layer, None for none")
         self.resolved = self.plans.get(Batch(layout, shape, tuple(windows), causal))
         plans = self.resolved.plans
         self._agree(plans, device)

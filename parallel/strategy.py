@@ -90,6 +90,8 @@ class Strategy:
                 f"strategy.head_slices={self.head_slices} belongs to exchange=all_gather or compact_all_gather, and "
                 f"exchange={self.exchange} would ignore it; leave it out"
             )
+        if self.exchange == "none":
+            self._validate_local()
         if self.inner_exchange and self.exchange not in ("none", *_hierarchical()):
             raise ValueError(
                 f"inner_exchange={self.inner_exchange} does not combine with exchange={self.exchange}; use "
@@ -106,6 +108,16 @@ class Strategy:
                 f"exchange={self.exchange} takes sharding={' or '.join(allowed)}, not {self.sharding}: "
                 f"{EXCHANGES[self.exchange].why_sharding}"
             )
+
+    def _validate_local(self) -> None:
+        """Without an exchange a sequence stays whole, and nothing reads these axes."""
+        plain = Strategy()
+        for axis in ("sharding", "inner_exchange", "batch_groups"):
+            if getattr(self, axis) != getattr(plain, axis):
+                raise ValueError(
+                    f"strategy.{axis}={getattr(self, axis)} splits a sequence, and exchange=none keeps it on one rank; "
+                    f"leave it out, or choose an exchange ({', '.join(EXCHANGES)})"
+                )
 
     def _validate_auto(self) -> None:
         """auto sets these axes itself, batch by batch."""
@@ -132,18 +144,18 @@ class Strategy:
             shown = " x ".join(f"{axis}={size}" for axis, size in given.items() if size not in (None, 1)) or "1"
             raise ValueError(f"{world} ranks do not divide by {shown} = {fixed}; change one of them")
         free = world // fixed
-        one_level = self.exchange == "none" or (self.exchange == "all_to_all" and given["cp_inner"] is not None)
-        if given["dp"] is None and (given["cp_outer"] is not None or one_level):
-            given["dp"], free = free, 1
-        if given["cp_inner"] is None:
+        if given["cp_inner"] is None:  # the inside first, then what is across, then replicas
             given["cp_inner"] = 1
             if self.exchange == "all_to_all":
-                given["cp_inner"], free = free, 1
+                given["cp_inner"] = free
             elif self.inner_exchange and self.exchange != "none":
-                given["cp_inner"] = self._inner_size(free * (given["cp_outer"] or 1), free, kv_heads)
-                free //= given["cp_inner"]
+                given["cp_inner"] = self._inner_size(free, kv_heads)
+            free //= given["cp_inner"]
         if given["cp_outer"] is None:
-            given["cp_outer"], free = (1, free) if self.exchange in ("none", "all_to_all") else (free, 1)
+            given["cp_outer"] = 1 if self.exchange in ("none", "all_to_all") else free
+            free //= given["cp_outer"]
+        if given["dp"] is None:
+            given["dp"], free = free, 1
         if free != 1:
             total, replicas = world // free, (given["dp"] or 1) * free
             raise ValueError(
@@ -154,12 +166,22 @@ class Strategy:
         self._check_mesh(mesh, heads)
         return mesh
 
-    def _inner_size(self, cp: int, free: int, kv_heads: int) -> int:
-        """The largest divisor of cp that divides the key heads and fits a node."""
-        limit = min(self.node_size, free)
-        return max(
-            n for n in range(1, limit + 1) if free % n == 0 and (self.inner_exchange == "ring" or kv_heads % n == 0)
-        )
+    def _inner_size(self, free: int, kv_heads: int) -> int:
+        """The most of `free` ranks that a node holds whole groups of and, for heads, that divide the key heads."""
+        sizes = [n for n in range(1, free + 1) if free % n == 0 and self.node_size % n == 0]
+        return max(n for n in sizes if self.inner_exchange == "ring" or kv_heads % n == 0)
+
+    def describe(self, mesh: MeshSpec, rows: int) -> str:
+        """The strategy on a mesh in words, for a micro-batch of `rows` rows: what null axes have become."""
+        if mesh.world == 1:
+            return self.name
+        text = f"{self.name}: dp {mesh.dp} x cp_outer {mesh.cp_outer} x cp_inner {mesh.cp_inner}"
+        if self.inner_exchange and 1 in (mesh.cp_outer, mesh.cp_inner):
+            text += " (one level)"
+        groups = 1 if self.exchange == "auto" else self.groups(rows, mesh.cp)
+        if groups > 1 or self.batch_groups == "auto":
+            text += f", {rows} rows on {groups} batch groups of {mesh.cp // groups} ranks"
+        return text
 
     def _check_mesh(self, mesh: MeshSpec, heads: int) -> None:
         if self.exchange == "none" and mesh.cp > 1:

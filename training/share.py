@@ -15,6 +15,7 @@ from parallel.strategy import Strategy
 from training.config import Precision
 from training.rendezvous import Team
 
+AHEAD = 24  # micro-batches planned ahead, so that a step's and the next one's plans are all kept
 DTYPES = {torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -93,7 +94,7 @@ class Share:
     def prepare(self, batch: PackedBatch, accumulate: int, precision: Precision) -> None:
         """Begin to plan the exchanges of a batch that comes later, on a thread."""
         if self.context is not None:
-            for micro in self.micro_batches(batch, accumulate):
+            for micro in self.micro_batches(batch, accumulate)[:AHEAD]:
                 windows = tuple(self.model.config.layer_windows())
                 self.context.prepare(micro.layout, self._shape(precision), windows)
 
