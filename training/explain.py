@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from parallel.auto import resolve
 from parallel.exchange import EXCHANGES, INNER_EXCHANGES
 from parallel.plan.ir import CLASSES, AttentionShape
 from parallel.plan.layout import PackedLayout
@@ -53,9 +54,8 @@ def refusal(config: Config, strategy: Strategy, world: int) -> str | None:
         mesh = tried.check_ranks(world)
         rows = config.data.rows // (mesh.dp * config.run.accumulate)
         length = max(1, min(config.data.seq_len, 4 * mesh.cp))  # no refusal depends on how long a row is
-        placement = strategy.shard(PackedLayout.from_lengths([length] * rows, [1] * rows), mesh)
-        for window in dict.fromkeys(model.layer_windows()):
-            strategy.plan(placement, shape, MaskSpec(window=window), ranks=[0])
+        layout = PackedLayout.from_lengths([length] * rows, [1] * rows)
+        resolve(strategy, mesh, layout, shape, model.layer_windows(), ranks=[0])
     except ValueError as error:
         return str(error)
     return None

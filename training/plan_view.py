@@ -14,12 +14,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from parallel.auto import Resolved, resolve
 from parallel.plan.ir import AttentionShape, Post
 from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import CP, LINKS, MeshSpec
 from parallel.plan.plan import Plan
 from parallel.plan.verify import verify
-from parallel.plan.visibility import MaskSpec
 from training.config import Config, Precision, config_hash
 from training.coverage_figure import draw_coverage
 from training.outcome import Outcome
@@ -60,31 +60,41 @@ def show_plan(config: Config, console: Console) -> Outcome:
     model = config.model
     dtype = "bf16" if config.run.precision is Precision.bf16 else "fp32"
     shape = AttentionShape(model.heads, model.kv_heads, model.head_dim, model.head_dim, dtype)
-    placement = config.strategy.shard(layout, mesh)
     folder = Path(config.run.dir or Path("runs") / f"{config.run.name}-{config_hash(config)}").absolute()
     ranks = mesh.group_of(0, *CP)
     windows = model.layer_windows()
     console.print(_heading(config, layout, mesh, world), highlight=False, markup=False)
+    began = time.perf_counter()
+    resolved = resolve(config.strategy, mesh, layout, shape, windows)
+    seconds = time.perf_counter() - began
+    console.print(f"planned in {seconds * 1e3:.0f} ms{_weighed(resolved)}", highlight=False, markup=False)
     for window in dict.fromkeys(windows):
         began = time.perf_counter()
-        plan = config.strategy.plan(placement, shape, MaskSpec(window=window))
-        planned = time.perf_counter()
+        plan = resolved.plans[window]
         verify(plan)
         proved = time.perf_counter()
         mask = "causal" if window is None else f"causal, window {window:,}"
         console.print(
-            f"\n{mask} ({windows.count(window)} of {len(windows)} layers), for one layer: planned in "
-            f"{(planned - began) * 1e3:.0f} ms, verified in {(proved - planned) * 1e3:.0f} ms, hash {plan.hash}",
+            f"\n{mask} ({windows.count(window)} of {len(windows)} layers), for one layer: "
+            f"verified in {(proved - began) * 1e3:.0f} ms, hash {plan.hash}",
             highlight=False,
             markup=False,
         )
         console.print(rank_table(plan, ranks))
-        name = f"{config.strategy.name}-{plan.hash[:8]}"
+        name = f"{resolved.strategy.name}-{plan.hash[:8]}"
         paths = save_figure(draw_coverage(plan), folder, f"{name}-coverage")
         paths += save_figure(draw_timeline(plan, ranks), folder, f"{name}-timeline")
         for path in paths:
             console.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
     return Outcome(0, None, folder)
+
+
+def _weighed(resolved: Resolved) -> str:
+    """What strategy=auto chose, and the prices of what it weighed."""
+    if not resolved.seconds:
+        return ""
+    prices = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in resolved.seconds.items())
+    return f"; auto chose {resolved.strategy.name} (attention of all layers, predicted: {prices})"
 
 
 def first_layout(config: Config, mesh: MeshSpec) -> PackedLayout:

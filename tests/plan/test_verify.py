@@ -31,7 +31,7 @@ from parallel.plan.visibility import MaskSpec
 from parallel.strategy import load_strategy, preset_names
 
 LAYOUT = PackedLayout.from_lengths([13, 2, 17], rows=[2, 1], row_length=18)
-NAMES = [name for name in preset_names() if name != "local"]
+NAMES = [name for name in preset_names() if name not in ("local", "auto")]
 
 
 def make(name: str = "zigzag_ring", layout: PackedLayout = LAYOUT) -> Plan:
@@ -49,7 +49,7 @@ def changed(plan: Plan, rank: int, direction: str, change: Callable[[list[Step]]
     return dataclasses.replace(plan, **{direction: tuple(programs)})
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", ["local", *NAMES])
 def test_plans_verify(name: str):
     verify(make(name) if name != "local" else _local())
 
