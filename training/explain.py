@@ -19,7 +19,6 @@ from parallel.exchange import EXCHANGES, INNER_EXCHANGES
 from parallel.plan.ir import CLASSES, AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.plan.plan import DIRECTIONS, Plan
-from parallel.plan.visibility import MaskSpec
 from parallel.sharding import SHARDINGS
 from parallel.strategy import PRESETS, Strategy, load_strategy, preset_names
 from training.config import Config
@@ -119,7 +118,8 @@ def preset_table() -> str:
         forward, backward = (", ".join(travelling(plan, direction)) or "nothing" for direction in DIRECTIONS)
         inner = strategy.inner_exchange or ""
         source = (PRESETS / f"{name}.yaml").read_text().splitlines()[0].removeprefix("# ").rstrip(".")
-        cells = (f"`{name}`", strategy.sharding, strategy.exchange, inner, forward, backward, source)
+        sharding = "any" if strategy.exchange == "auto" else strategy.sharding
+        cells = (f"`{name}`", sharding, strategy.exchange, inner, forward, backward, source)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -137,4 +137,4 @@ def _small_plan(name: str) -> Plan:
     rows = 1 if strategy.batch_groups == 1 else 2
     layout = PackedLayout.from_lengths([128] * rows, [1] * rows)
     mesh = strategy.mesh(1 if strategy.exchange == "none" else 4, shape.H, shape.Hkv)
-    return strategy.plan(strategy.shard(layout, mesh), shape, MaskSpec())
+    return resolve(strategy, mesh, layout, shape).plans[None]

@@ -5,9 +5,8 @@ import json
 
 import pytest
 
-from bench.plan_time import CASES, MASKS, Case, document_lengths, main, planning_section
+from bench.plan_time import CASES, MASKS, PRESETS, Case, document_lengths, main, planning_section
 from bench.table import Report
-from parallel.strategy import preset_names
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -22,9 +21,9 @@ def test_lengths_fill_the_tokens(case: Case):
 @pytest.mark.parametrize("row", [True, False])
 def test_rows_as_json(row: bool):
     stream = io.StringIO()
-    planning_section(Report(True, stream), (Case("small", 4096, 8, 9, row, 10.0),), 1, preset_names(), 0)
+    planning_section(Report(True, stream), (Case("small", 4096, 8, 9, row, 10.0),), 1, PRESETS, 0)
     rows = [json.loads(line) for line in stream.getvalue().splitlines()]
-    assert [(r["preset"], r["mask"]) for r in rows] == [(name, mask) for name in preset_names() for mask in MASKS]
+    assert [(r["preset"], r["mask"]) for r in rows] == [(name, mask) for name in PRESETS for mask in MASKS]
     assert all(r["best_ms"] > 0 and r["masks"] > 0 and r["masks_ms"] > 0 for r in rows)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from parallel.auto import resolve
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.plan.plan import Plan
@@ -42,7 +43,7 @@ def planned(
     strategy = load_strategy(name, node_size=node_size, **axes)
     shape = AttentionShape(8, 2, 16, 16, "bf16")
     mesh = strategy.mesh(1 if name == "local" else ranks, shape.H, shape.Hkv)
-    return strategy.plan(strategy.shard(layout, mesh), shape, MaskSpec(window=window))
+    return resolve(strategy, mesh, layout, shape, (window,)).plans[window]
 
 
 # the coverage map
