@@ -51,6 +51,10 @@ class Strategy:
     node_size: int = 8  # ranks that share a node's fast links
     buffer_bytes: int | None = None  # auto: most bytes of temporary buffers on a rank; null: no limit
 
+    def __post_init__(self) -> None:
+        if isinstance(self.planner, dict):  # as plain data has it
+            self.planner = Planner(**self.planner)
+
     def validate(self) -> None:
         """Raise ValueError, one sentence, for values that no run could use, whatever the model and the world."""
         _choose("sharding", self.sharding, SHARDINGS)
@@ -269,8 +273,6 @@ def load_strategy(name: str, **overrides: Any) -> Strategy:
         if key not in fields:
             raise ValueError(f"strategy {name} has no axis {key!r}; choose among {', '.join(sorted(fields))}")
     chosen = {**values, **overrides}
-    if isinstance(chosen.get("planner"), dict):
-        chosen["planner"] = Planner(**chosen["planner"])
     strategy = Strategy(**chosen)
     strategy.validate()
     return strategy

@@ -265,7 +265,7 @@ def test_explain_refuses_what_a_run_refuses(make_config: Callable[..., Config]):
         if refused is None:
             mesh = strategy.mesh(8, 7, 1)
             layout = PackedLayout.from_lengths([30] * (4 // dp), [1] * (4 // dp))
-            verify(strategy.plan(strategy.shard(layout, mesh), AttentionShape(7, 1, 8, 8), MaskSpec()))
+            verify(resolve(strategy, mesh, layout, AttentionShape(7, 1, 8, 8)).plans[None])
     stream = io.StringIO()
     show_refusals(config, Console(file=stream, width=150))
     assert "refused: " in stream.getvalue() and all(name in stream.getvalue() for name in preset_names())
