@@ -38,6 +38,10 @@ def combinations(config: Config, world: int) -> Iterator[Combination]:
     """The configuration's own strategy, then every preset on every dp x cp_outer x cp_inner that makes `world`."""
     yield Combination(f"{config.strategy.name} (yours)", "as given", refusal(config, config.strategy, world))
     for name in preset_names():
+        if load_strategy(name).exchange == "auto":  # it takes the splits that its candidates want
+            for dp in (n for n in range(1, world + 1) if world % n == 0):
+                yield Combination(name, f"{dp} x any", refusal(config, load_strategy(name, dp=dp), world))
+            continue
         for dp, outer, inner in product(range(1, world + 1), repeat=3):
             if dp * outer * inner == world and (inner == 1 or name != "auto"):  # auto splits each batch its own way
                 strategy = load_strategy(name, dp=dp, cp_outer=outer, cp_inner=inner)

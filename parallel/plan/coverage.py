@@ -105,16 +105,23 @@ def coverage_fault(
             continue
         checked.add(same)
         for tokens, family in _families(own, [held for _, held in chosen], total):
-            count = np.zeros(total, np.int32)
-            for index in family:
-                block = chosen[index][0]
-                other = block.k_tokens if of_queries else block.q_tokens
-                for start, stop, stride in other.ranges.tolist():
-                    count[start:stop:stride] += 1
+            blocks_here = [chosen[index][0] for index in family]
+            count = _counted([b.k_tokens if of_queries else b.q_tokens for b in blocks_here], total)
             fault = _count_fault(sight, tokens, count, of_queries)
             if fault:
                 return f"head {query_head}: {fault}"
     return None
+
+
+def _counted(sets: list[TokenSet], total: int) -> NDArray[np.int64]:
+    """[total]: how many of the sets hold each token."""
+    ranges = np.concatenate([np.zeros((0, 3), np.int64), *(tokens.ranges for tokens in sets)])
+    runs = ranges[ranges[:, 2] == 1]
+    edges = np.bincount(runs[:, 0], minlength=total + 1) - np.bincount(runs[:, 1], minlength=total + 1)
+    count = np.cumsum(edges)[:total]
+    for start, stop, stride in ranges[ranges[:, 2] > 1].tolist():
+        count[start:stop:stride] += 1
+    return count
 
 
 def _families(own: TokenSet, held: list[TokenSet], total: int) -> list[tuple[TokenSet, list[int]]]:
@@ -134,7 +141,7 @@ def _families(own: TokenSet, held: list[TokenSet], total: int) -> list[tuple[Tok
     return parts
 
 
-def _count_fault(sight: Visibility, tokens: TokenSet, count: NDArray[np.int32], of_queries: bool) -> str | None:
+def _count_fault(sight: Visibility, tokens: TokenSet, count: NDArray[np.int64], of_queries: bool) -> str | None:
     wrong = TokenSet.of((0, len(count))).clip(sight.reach(tokens, as_queries=of_queries)).expand()
     wrong = wrong[count[wrong] != 1]
     if wrong.size == 0:

@@ -197,7 +197,7 @@ def test_run_plan_writes_figures_and_says_where(make_config: Callable[..., Confi
     config = make_config(
         run={"task": Task.plan},
         model={"window": [16, None]},
-        strategy=dataclasses.asdict(load_strategy("usp", cp_inner=2)),
+        strategy=vars(load_strategy("usp", cp_inner=2)),
     )
     config.nproc = 4
     stream = io.StringIO()
@@ -257,6 +257,8 @@ def test_explain_refuses_what_a_run_refuses(make_config: Callable[..., Config]):
     assert "cp_inner=8 ranks cannot share 7 query heads" in str(verdicts["ulysses", "1 x 1 x 8"])
     assert "data.rows=4 do not split over dp=8" in str(verdicts["ring", "8 x 1 x 1"])
     for name, split, refused in found[1:]:
+        if name == "auto":
+            continue
         dp, outer, inner = map(int, split.split(" x "))
         strategy = load_strategy(name, dp=dp, cp_outer=outer, cp_inner=inner)
         assert refusal(config, strategy, 8) == refused
