@@ -95,3 +95,13 @@ def codec_named(name: str) -> CodecSpec | None:
     if codec is None or not group.isdigit():
         raise ValueError(f"codec {name!r} has no group {group!r}; write fp8/256, with a group of {GROUPS}")
     return replace(codec, group=int(group))
+
+
+def alternatives(codec: CodecSpec, shape: Sequence[int], keep_tokens: bool) -> list[CodecSpec]:
+    """The codec, and those with another view or group whose wires of this shape are no longer.
+
+    `keep_tokens` leaves out views in which a group spans tokens, and so documents.
+    """
+    views = [view for view in VIEWS if not (keep_tokens and view == "tokens")]
+    found = [replace(codec, view=view, group=G) for view in views for G in GROUPS]
+    return [codec] + [x for x in found if x != codec and x.wire_bytes(shape) <= codec.wire_bytes(shape)]
