@@ -324,6 +324,30 @@ def test_refusals():
 # the fused kernels
 
 
+def test_one_launch_each(path: str, monkeypatch: pytest.MonkeyPatch):
+    if path == "torch":
+        pytest.skip("the twin launches no kernel")
+    from kernels import fp8_triton
+
+    launched: list[str] = []
+
+    class Counted:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(fp8_triton, name)
+
+        def __getitem__(self, grid: tuple[int]):
+            launched.append(self.name)
+            return self.kernel[grid]
+
+    for name in ("fp8_encode", "fp8_decode", "fp8_sum_encode"):
+        monkeypatch.setattr(fp8_triton, name, Counted(name))
+    wires = torch.stack([fp8.encode(normal(3, 100), FP8)] * 3)
+    fp8.decode(wires[0], FP8, (3, 100))
+    fp8.decode_sum(wires, FP8, (3, 100))
+    fp8.decode_sum_encode(wires, FP8, (3, 100))
+    assert launched == ["fp8_encode", "fp8_decode", "fp8_decode", "fp8_sum_encode"]
+
+
 def same_bytes(codec: CodecSpec, dtype: torch.dtype) -> None:
     """Every byte of both wires, every bit of both tensors, on values of all kinds."""
     x = rough(8, 300).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
