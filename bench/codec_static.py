@@ -2,7 +2,8 @@
 
 Instructions are those of one thread over the values that it has. Loops over wires are counted once, so the sums are of
 two wires. `read` and `written` are bytes a value of the widest accesses, which move the data; narrower ones move scales
-and the header, by a few threads (on CDNA the header is one wide access more). `access` is the bytes of the widest and how many there are of it in a thread.
+and the header, by a few threads (on CDNA the header is one wide access more). `access` is the bytes of the widest and
+how many there are of it in a thread.
 """
 
 from __future__ import annotations

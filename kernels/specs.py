@@ -13,7 +13,7 @@ import torch
 
 from kernels.attention_bwd import attention_delta, attention_dkdv, attention_dq
 from kernels.attention_fwd import attention_forward
-from kernels.combine_triton import merge_backward, merge_forward
+from kernels.combine_triton import merge_backward, merge_forward, rows_per_program
 from kernels.fp8_triton import (
     WARPS,
     decode_constants,
@@ -68,7 +68,7 @@ def attention_spec(
     The tile and the use of descriptors are those of the tile table unless given; the options are the kernels' own.
     """
     fn, width = ATTENTION[kernel], padded_width(head_dim)
-    tile = tile or choose_tile(kernel, width, ELEMENT_SIZES[dtype], target, gaps)
+    tile = tile or choose_tile(kernel, width, ELEMENT_SIZES[dtype], target, gaps, capped)
     constants: dict[str, Any] = {
         "SIGN": 1, "GAPS": gaps, "CAPPED": capped, "ADD": add, "EXACT": dtype == "fp32", "WIDE": False,
         "LATE": late_sum(target), "D": head_dim, "DV": head_dim, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
@@ -92,9 +92,11 @@ def delta_spec(head_dim: int, dtype: str, rows: int = 32) -> KernelSpec:
     return _describe(attention_delta, dtype, {}, constants, {"num_warps": 4})
 
 
-def merge_spec(head_dim: int, dtype: str, backward: bool = False, partials: int = 2, rows: int = 16) -> KernelSpec:
+def merge_spec(head_dim: int, dtype: str, backward: bool = False, partials: int = 2) -> KernelSpec:
     """A merge kernel of some separate partials."""
-    constants = {"WIDE": False, "D": head_dim, "BLOCK_T": rows, "BLOCK_D": padded_width(head_dim)}
+    constants = {
+        "WIDE": False, "D": head_dim, "BLOCK_T": rows_per_program(head_dim), "BLOCK_D": padded_width(head_dim)
+    }  # fmt: skip
     data, logs = (f"*{dtype}",) * partials, ("*fp32",) * partials
     types: dict[str, Any] = {"OUTS": data, "DOUTS": data, "LSES": logs, "DLSES": logs}
     return _describe(merge_backward if backward else merge_forward, dtype, types, constants, {"num_warps": 4})

@@ -9,7 +9,7 @@ No torch here: a schedule can be planned, proved, priced and drawn on any machin
 """
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd, prod
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from parallel.plan.placement import Placement
 from parallel.plan.plan import Plan
 from parallel.plan.visibility import MaskSpec
 from parallel.sharding import SHARDINGS
+from parallel.sharding.planner import DEFAULT, Planner, Setting
 
 PRESETS = Path(__file__).resolve().parents[1] / "conf" / "strategy"
 WEIGHTS = ("replicated", "fully_sharded")
@@ -39,6 +40,7 @@ class Strategy:
     exchange: str = "none"  # how queries meet keys across cp_outer (all_to_all: across all of cp): EXCHANGES, or none
     inner_exchange: str | None = None  # inside each group of cp_inner ranks: all_to_all or ring; null: no inner level
     head_slices: int | None = None  # all_gather: parts of the key heads, gathered one after the other; null: up to 4
+    planner: Planner = field(default_factory=Planner)  # whole_document: how it is sought
     batch_groups: int | str = 1  # groups of ranks with rows of their own; auto: as many as divide the rows and cp
     weights: str = "replicated"  # replicated (DDP) or fully_sharded (FSDP2), over dp x cp
     pp: int | None = None  # null: 1
@@ -47,13 +49,31 @@ class Strategy:
     cp_inner: int | None = None  # null: the largest divisor of cp that divides the key heads and fits a node, or 1
     tp: int | None = None  # null: 1
     node_size: int = 8  # ranks that share a node's fast links
+    buffer_bytes: int | None = None  # auto: most bytes of temporary buffers on a rank; null: no limit
+
+    def __post_init__(self) -> None:
+        if isinstance(self.planner, dict):  # as plain data has it
+            self.planner = Planner(**self.planner)
 
     def validate(self) -> None:
         """Raise ValueError, one sentence, for values that no run could use, whatever the model and the world."""
         _choose("sharding", self.sharding, SHARDINGS)
-        _choose("exchange", self.exchange, ["none", *EXCHANGES])
+        _choose("exchange", self.exchange, ["none", "auto", *EXCHANGES])
         _choose("inner_exchange", self.inner_exchange, [None, *INNER_EXCHANGES])
         _choose("weights", self.weights, WEIGHTS)
+        self.planner.validate()
+        if self.exchange == "auto":
+            self._validate_auto()
+        elif self.buffer_bytes is not None:
+            raise ValueError(
+                f"strategy.buffer_bytes={self.buffer_bytes} belongs to exchange=auto, and "
+                f"exchange={self.exchange} would ignore it; leave it out"
+            )
+        if self.planner != Planner() and self.sharding != "whole_document" and self.exchange != "auto":
+            raise ValueError(
+                f"strategy.planner belongs to sharding=whole_document, and sharding={self.sharding} would ignore it; "
+                "leave it out"
+            )
         if self.batch_groups != "auto" and (not isinstance(self.batch_groups, int) or self.batch_groups < 1):
             raise ValueError(f"strategy.batch_groups={self.batch_groups!r}; give a number of at least 1, or auto")
         for axis in (*AXES, "node_size", "head_slices"):
@@ -86,6 +106,18 @@ class Strategy:
                 f"exchange={self.exchange} takes sharding={' or '.join(allowed)}, not {self.sharding}: "
                 f"{EXCHANGES[self.exchange].why_sharding}"
             )
+
+    def _validate_auto(self) -> None:
+        """auto sets these axes itself, batch by batch."""
+        plain = Strategy()
+        for axis in ("sharding", "inner_exchange", "head_slices", "batch_groups", "cp_inner"):
+            if getattr(self, axis) not in (getattr(plain, axis), 1):
+                raise ValueError(
+                    f"strategy.{axis}={getattr(self, axis)} clashes with exchange=auto, which chooses it for each "
+                    "batch; leave it out, or name the preset that you want"
+                )
+        if self.buffer_bytes is not None and self.buffer_bytes < 0:
+            raise ValueError(f"strategy.buffer_bytes={self.buffer_bytes}; give 0 or more, or null for no limit")
 
     def mesh(self, world: int, heads: int, kv_heads: int) -> MeshSpec:
         """The mesh on `world` ranks, null axes filled in.
@@ -172,8 +204,10 @@ class Strategy:
             )
         return groups
 
-    def shard(self, layout: PackedLayout, mesh: MeshSpec) -> Placement:
+    def shard(self, layout: PackedLayout, mesh: MeshSpec, shape: AttentionShape = DEFAULT.shape) -> Placement:
         """Deal the tokens of `layout` to the cp ranks of `mesh`: rows to batch groups, and inside by the sharding.
+
+        A planned sharding weighs attention of `shape` against its bytes; the others do not look at it.
 
         Raises:
             ValueError: an unknown sharding, or batch groups that do not divide the rows and the ranks.
@@ -183,9 +217,12 @@ class Strategy:
         ranks, rows = mesh.cp // groups, layout.num_rows // groups
         split = self._split(mesh, ranks)
         deal, units = SHARDINGS[self.sharding], []
+        setting = Setting(
+            self.planner, shape, max(1, mesh.node_size // split), padded=self.exchange == "compact_all_gather"
+        )
         for group in range(groups):
             part = layout if groups == 1 else layout.select_rows(group * rows, (group + 1) * rows)
-            units += [unit.shift(group * rows * layout.row_length) for unit in deal(part, ranks // split)]
+            units += [unit.shift(group * rows * layout.row_length) for unit in deal(part, ranks // split, setting)]
         return Placement(layout, mesh, tuple(units), split, groups)
 
     def _split(self, mesh: MeshSpec, ranks: int) -> int:
@@ -210,6 +247,10 @@ class Strategy:
             ValueError: a combination that cannot work, with the numbers and a way out.
         """
         self.validate()
+        if self.exchange == "auto":
+            raise ValueError(
+                "exchange=auto plans through parallel.auto.resolve, which chooses a strategy for the batch"
+            )
         self._check_mesh(placement.mesh, shape.H)
         self.check_rows(placement.mesh, placement.layout.num_rows, shape.H)
         exchange = EXCHANGES.get(self.exchange)
@@ -231,7 +272,8 @@ def load_strategy(name: str, **overrides: Any) -> Strategy:
     for key in (*values, *overrides):
         if key not in fields:
             raise ValueError(f"strategy {name} has no axis {key!r}; choose among {', '.join(sorted(fields))}")
-    strategy = Strategy(**{**values, **overrides})
+    chosen = {**values, **overrides}
+    strategy = Strategy(**chosen)
     strategy.validate()
     return strategy
 

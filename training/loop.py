@@ -170,6 +170,7 @@ class Trainer:
             "train/lr": lr,
             "mem/peak_bytes": int(peaks.max()),
             "plan/imbalance": float(work.max() / work.mean()) if work.any() else 1.0,
+            **self.share.choice(),
             **({"plan/exposed_s": float(exposed.max())} if self.share.context else {}),
             **{name: int(sizes.sum()) for name, sizes in zip(list(figures)[2:], sent) if sizes.any()},
             **self._measures(batch, time.perf_counter() - began),

@@ -102,6 +102,18 @@ class Share:
         dtype = "bf16" if precision is Precision.bf16 else DTYPES[next(self.model.parameters()).dtype]
         return AttentionShape(config.heads, config.kv_heads, config.head_dim, config.head_dim, dtype)
 
+    def choice(self) -> dict[str, float | str]:
+        """What strategy=auto chose for the last micro-batch, by metric; empty otherwise."""
+        resolved = self.context.resolved if self.context else None
+        if resolved is None or not resolved.seconds:
+            return {}
+        chosen: dict[str, float | str] = {"plan/choice": resolved.strategy.name}
+        chosen["plan/predicted_s"] = resolved.seconds[resolved.strategy.name]
+        if resolved.runner_up:
+            chosen["plan/runner_up"] = resolved.runner_up
+            chosen["plan/runner_up_s"] = resolved.seconds[resolved.runner_up]
+        return chosen
+
     def bad_documents(self, micro: PackedBatch, nll: Tensor) -> list[str]:
         """Names of the documents of which this rank holds a token of the last `part` with a loss that is not finite."""
         ids = torch.from_numpy(micro.layout.document_ids())

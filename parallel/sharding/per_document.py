@@ -4,9 +4,10 @@ import numpy as np
 
 from parallel.plan.layout import PackedLayout
 from parallel.plan.tokens import TokenSet
+from parallel.sharding.planner import DEFAULT, Setting
 
 
-def per_document(layout: PackedLayout, units: int) -> list[TokenSet]:
+def per_document(layout: PackedLayout, units: int, setting: Setting = DEFAULT) -> list[TokenSet]:
     """Each document in 2 n chunks, of which unit u of n takes chunks u and 2 n - 1 - u.
 
     Any length works: the tokens that are left when a document does not divide go one each to the units in turn, and the

@@ -2,9 +2,10 @@
 
 from parallel.plan.layout import PackedLayout
 from parallel.plan.tokens import TokenSet
+from parallel.sharding.planner import DEFAULT, Setting
 
 
-def zigzag(layout: PackedLayout, units: int) -> list[TokenSet]:
+def zigzag(layout: PackedLayout, units: int, setting: Setting = DEFAULT) -> list[TokenSet]:
     """Of 2 n equal chunks, unit u of n takes chunks u and 2 n - 1 - u; chunks are equal to within a token, any T."""
     T, chunks = layout.total_tokens, 2 * units
     cuts = [c * T // chunks for c in range(chunks + 1)]

@@ -1,0 +1,118 @@
+"""Documents kept whole, cut as little as balance needs, the longest spread over a few ranks (FlashCP; papers' planner
+idea, our search).
+
+Every rank gets equally many tokens and, within a ratio, the mean work. A document that is too much work for a rank is
+cut where its parts weigh the same, for as few ranks as can carry it; all parts are dealt, the heaviest first; tokens
+are made equal; then a local search (`search.py`) exchanges spans between ranks: it pairs early parts of documents with
+late ones, lets early holders have the short documents, and moves the cuts.
+"""
+
+import numpy as np
+
+from parallel.plan.cost import key_bytes, predict_needs
+from parallel.plan.layout import PackedLayout
+from parallel.plan.mesh import MeshSpec
+from parallel.plan.needs import Needs
+from parallel.plan.tokens import TokenSet
+from parallel.sharding.dealing import deal, in_order
+from parallel.sharding.per_document import per_document
+from parallel.sharding.planner import DEFAULT, Setting
+from parallel.sharding.search import BytesCost, Effort, Search, TimeCost
+from parallel.sharding.seating import seat_on_nodes
+from parallel.sharding.shares import Shares
+
+FAST = Effort(steps=60, fractions=(1.0, 0.3), pairs=150)
+DEEP = Effort(steps=100, fractions=(1.0, 0.5, 0.1), pairs=250, restarts=60, kicks=3, again=20)
+MARGIN = 0.9995  # the search aims this little below the limit
+
+
+def whole_document(layout: PackedLayout, units: int, setting: Setting = DEFAULT) -> list[TokenSet]:
+    """Unit u of n takes floor(T / n) tokens, one more for the first T mod n units; the same on every machine.
+
+    Work is counted for a causal mask without a window. The ratio binds objective=bytes: where no plan within it is
+    found (a few tokens a unit), the better balanced of this one and per_document is taken. For time, balance is worth
+    what it saves.
+    """
+    if units == 1 or layout.num_documents == 0:
+        return per_document(layout, units)
+    plans = [_token_sets(layout, shares) for shares in _candidates(layout, units, setting)]
+    if setting.planner.objective == "time":
+        return min(plans, key=lambda plan: _seconds(layout, plan, setting)) if len(plans) > 1 else plans[0]
+    work = Needs.of(layout, plans[0]).work
+    if work.max() > setting.planner.ratio * work.mean():
+        plans.append(per_document(layout, units))
+    return min(plans, key=lambda plan: Needs.of(layout, plan).work.max()) if len(plans) > 1 else plans[0]
+
+
+def _seconds(layout: PackedLayout, plan: list[TokenSet], setting: Setting) -> float:
+    mesh = MeshSpec(cp_outer=len(plan), node_size=setting.node)
+    return predict_needs(Needs.of(layout, plan), mesh, setting.shape, setting.cluster).total_s
+
+
+def _candidates(layout: PackedLayout, units: int, setting: Setting) -> list[Shares]:
+    """Shares sought among all ranks; for time on several nodes also among nodes first, and the plain order."""
+    T, planner, node = layout.total_tokens, setting.planner, setting.node
+    lengths, bytes_only = layout.lengths.tolist(), planner.objective == "bytes"
+    want = [T // units + (unit < T % units) for unit in range(units)]
+    effort = DEEP if planner.effort == "deep" else FAST
+    effort = effort._replace(steps=effort.steps * max(1, units // 8))
+    work = planner.ratio * MARGIN * sum(n * (n + 1) // 2 for n in lengths)
+    whole = [(document, 0, length) for document, length in enumerate(lengths)]
+
+    flat = Shares(lengths, want, 0.0 if bytes_only else setting.cluster.short_rows)
+    deal(flat, range(units), whole, layout.padding_tokens, work / units)
+    few = BytesCost(max(T / 40, float(flat.received.max())), work / units)
+    if bytes_only:
+        return [Search(flat, few, effort).run()]
+    if units <= node:
+        return [Search(flat, _time_cost(flat, setting), effort).run()]
+    found = [in_order(flat)]
+    found += [seat_on_nodes(Search(flat.copy(), cost, effort).run(), node) for cost in (few, _time_cost(flat, setting))]
+    if units % node == 0:
+        found.append(_nodes_first(flat, whole, setting, effort, layout.padding_tokens, work))
+    return found
+
+
+def _nodes_first(
+    like: Shares, whole: list[tuple[int, int, int]], setting: Setting, effort: Effort, padding: int, work: float
+) -> Shares:
+    """Documents dealt to nodes, and each node's to its ranks; `work` is all ranks' limit together."""
+    units, node = len(like.want), setting.node
+    nodes = Shares(like.lengths, [sum(like.want[i : i + node]) for i in range(0, units, node)], like.short)
+    deal(nodes, range(units // node), whole, padding, work * node / units)
+    nodes = Search(nodes, _time_cost(nodes, setting, node), effort).run()
+    ranks = Shares(like.lengths, like.want, like.short)
+    for number, documents in enumerate(nodes.held):
+        inside = sum(hi for _, hi in documents.get(nodes.padding, ()))
+        spans = [(d, lo, hi) for d, some in documents.items() if d != nodes.padding for lo, hi in some]
+        deal(ranks, range(number * node, (number + 1) * node), spans, inside, work / units)
+    return Search(ranks, _time_cost(ranks, setting), effort, group=node).run()
+
+
+def _token_sets(layout: PackedLayout, shares: Shares) -> list[TokenSet]:
+    """The ranks' spans in the flat buffer; padding is handed out in its order."""
+    ends = np.arange(1, layout.num_rows + 1) * layout.row_length
+    free = [(stop - pad, stop) for stop, pad in zip(ends.tolist(), (layout.row_length - layout.row_tokens).tolist())]
+    starts, sets = layout.starts.tolist(), []
+    for documents in shares.held:
+        ranges = []
+        for document, spans in documents.items():
+            if document != shares.padding:
+                ranges += [(starts[document] + lo, starts[document] + hi) for lo, hi in spans]
+                continue
+            left = spans[0][1]
+            while left:
+                first, stop = free.pop(0)
+                ranges.append((first, min(stop, first + left)))
+                left -= ranges[-1][1] - first
+                if ranges[-1][1] < stop:
+                    free.insert(0, (ranges[-1][1], stop))
+        sets.append(TokenSet.of(*sorted(ranges)))
+    return sets
+
+
+def _time_cost(shares: Shares, setting: Setting, node: int = 1) -> TimeCost:
+    """Of ranks, whose keys come over the links inside a node; or of nodes of `node` ranks, one of which receives."""
+    per_pair = sum(setting.cluster.seconds_per_pair(setting.shape)) / node
+    _, rate = setting.cluster.wire("intra" if node == 1 else "inter")
+    return TimeCost(per_pair * float(shares.work.mean()), per_pair, sum(key_bytes(setting.shape)) / rate)
