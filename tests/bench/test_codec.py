@@ -79,7 +79,7 @@ def test_each_byte_moves_once_in_wide_accesses():
 
 @pytest.mark.parametrize(
     ("kernel", "form", "least"),
-    [("encode", "e4m3", 30), ("encode", "e4m3 hardware", 19), ("decode", "e4m3", 18)],
+    [("encode", "e4m3", 29), ("encode", "e4m3 hardware", 19), ("decode", "e4m3", 18)],
 )
 def test_instructions_are_within_twice_the_least(kernel: str, form: str, least: float):
     """The least by the count in docs/log.md, for G = 128 and 16 values in a thread."""
