@@ -12,9 +12,18 @@ from bench.compile import Case
 from bench.measure import Tile
 from bench.targets import TARGETS
 from kernels.checks import MAX_HEAD_DIM
-from kernels.specs import ELEMENT_SIZES, attention_spec, delta_spec, merge_spec
+from kernels.specs import (
+    CODEC_KERNELS,
+    ELEMENT_SIZES,
+    HARDWARE_FORMATS,
+    attention_spec,
+    codec_spec,
+    delta_spec,
+    merge_spec,
+)
 from kernels.tiling import Kernel, choose_tile, padded_width
 from kernels.tiling import Tile as Chosen
+from parallel.plan.codec import CODE_BITS, GROUPS, CodecSpec
 
 PRODUCTS: dict[Kernel, int] = {"fwd": 2, "dq": 3, "dkdv": 4}
 HEAD_DIMS = (64, 80, 128, 256)
@@ -88,8 +97,27 @@ def option_cases(targets: Sequence[str]) -> Iterator[Case]:
                         yield attention_case(kernel, head_dim, "bf16", target, on)
 
 
+def codec_cases(codecs: Sequence[CodecSpec], dtypes: Sequence[str], targets: Sequence[str]) -> Iterator[Case]:
+    """The codec's kernels, those that encode also with the target's own conversion where it has one."""
+    for target in targets:
+        for dtype in dtypes:
+            for codec in codecs:
+                own = codec.format in HARDWARE_FORMATS.get(target, ())
+                for kernel in CODEC_KERNELS:
+                    for hardware in (False, True) if own and kernel.endswith("encode") else (False,):
+                        spec = codec_spec(kernel, codec, dtype, hardware)
+                        option = f"{codec.format}{' hardware' if hardware else ''}"
+                        yield Case(kernel, target, dtype, codec.group, spec, option=option)
+
+
+def every_codec() -> list[CodecSpec]:
+    """Each group with e4m3 and each format with G = 128."""
+    return [CodecSpec(group=G) for G in GROUPS] + [CodecSpec(form) for form in CODE_BITS if form != "e4m3"]
+
+
 def covering_cases(target: str) -> Iterator[Case]:
     """For one target each kernel, each head dim and each dtype at least once: what a short test affords."""
     for kernel, head_dim, dtype in _COVERING:
         yield attention_case(kernel, head_dim, dtype, target)
     yield from row_cases((128,), ("bf16",), (target,))
+    yield from codec_cases((CodecSpec(),), ("bf16",), (target,))

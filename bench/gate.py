@@ -44,6 +44,7 @@ def _chosen(options: argparse.Namespace) -> Iterator[Case]:
         dtypes = (options.dtype,) if options.dtype else cases.DTYPES
         yield from cases.attention_cases(dtypes=dtypes, targets=(options.target,))
         yield from cases.row_cases(dtypes=dtypes, targets=(options.target,))
+        yield from cases.codec_cases(cases.every_codec(), dtypes, (options.target,))
     else:
         yield from cases.covering_cases(options.target)
 
