@@ -43,7 +43,7 @@ def combinations(config: Config, world: int) -> Iterator[Combination]:
                 yield Combination(name, f"{dp} x any", refusal(config, load_strategy(name, dp=dp), world))
             continue
         for dp, outer, inner in product(range(1, world + 1), repeat=3):
-            if dp * outer * inner == world and (inner == 1 or name != "auto"):  # auto splits each batch its own way
+            if dp * outer * inner == world:
                 strategy = load_strategy(name, dp=dp, cp_outer=outer, cp_inner=inner)
                 yield Combination(name, f"{dp} x {outer} x {inner}", refusal(config, strategy, world))
 
