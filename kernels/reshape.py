@@ -20,7 +20,7 @@ from kernels.wire import Codec
 C = TypeVar("C", bound=Codec)
 
 
-def channel_errors(got: Float[Tensor, T * channel], want: Float[Tensor, T * channel]) -> Float[Tensor, " channels"]:
+def channel_errors(got: Float[Tensor, "T ..."], want: Float[Tensor, "T ..."]) -> Float[Tensor, " channels"]:
     """Relative L2 error of each channel over its tokens, in float64; channels of zeros are left out."""
     got, want = (x.reshape(x.shape[0], -1).double() for x in (got, want))
     size = want.norm(dim=0)
