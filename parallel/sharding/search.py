@@ -6,16 +6,26 @@ array operations and takes the best. Effort is bounded by counts, never by a clo
 alike on every machine are used, so the result is the same on all ranks.
 """
 
-from collections.abc import Callable, Sequence
-from math import fsum
-from typing import NamedTuple
+from collections.abc import Sequence
+from math import fsum, inf
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from parallel.sharding.shares import AFTER, DOC, END, HI, LAST, LO, REAL, Floats, Shares
 
-Cost = Callable[[Floats, Floats], Floats]  # (work, received) -> cost of a rank; the total is what falls
+
+class Cost(Protocol):
+    """What a search lowers: the sum over ranks; of what it visits, it keeps the least `value`."""
+
+    def __call__(self, work: Floats, received: Floats) -> Floats: ...
+
+    def value(self, work: Floats, received: Floats) -> float: ...
+
+
 TOO_MUCH = 400.0  # cost of work over the limit, per unit of the limit: dearer than any keys
+HEAT = 3.0  # of a kick: costs up to this much more may be taken
+WANDERS = 1.3  # a restart may begin from shares that cost this times those before
 FEWEST_GIVEN = 8  # spans of the giver that a step looks at, where its budget does not hold all
 
 
@@ -26,7 +36,7 @@ class Effort(NamedTuple):
         steps: of the first descent.
         fractions: of the smaller of two spans, how much is exchanged.
         pairs: of spans that a step looks at.
-        restarts: descents from the best shares so far after `kicks` random exchanges, of `again` steps each.
+        restarts: descents after `kicks` random exchanges, of `again` steps each.
     """
 
     steps: int
@@ -54,6 +64,12 @@ class BytesCost:
         cost += over
         return cost
 
+    def value(self, work: Floats, received: Floats) -> float:
+        """Keys of the worst rank and the mean one; endless where the limit is broken."""
+        if work.max() > self.limit:
+            return inf
+        return float(received.max()) + fsum(received.tolist()) / len(received)
+
 
 class TimeCost:
     """A high power of a rank's time: the longer of computing and receiving, with a little of the shorter one."""
@@ -67,6 +83,10 @@ class TimeCost:
         for _ in range(4):
             cost *= cost
         return cost
+
+    def value(self, work: Floats, received: Floats) -> float:
+        """That of the rank that takes longest."""
+        return float(self(work, received).max())
 
 
 class _Given(NamedTuple):
@@ -160,19 +180,25 @@ class Search:
         return fsum(self.cost(self.shares.work, self.shares.received).tolist())
 
     def run(self) -> Shares:
-        """The best shares found."""
+        """The best shares found: a descent, then kicks and descents from shares that may be a little worse."""
         self.descend(self.effort.steps)
-        best, least = self.shares, self.total()
+        now, cost = self.shares, self.total()
+        best, least = now, self.value()
         for _ in range(self.effort.restarts):
-            self.shares = best.copy()
+            self.shares = now.copy()
             for kick in range(self.effort.kicks):
                 worst = self.cost(self.shares.work, self.shares.received).argmax()
-                self.step(int(worst if kick else self.random.integers(len(self.shares.want))), heat=1.0)
+                self.step(int(worst if kick else self.random.integers(len(self.shares.want))), HEAT)
             self.descend(self.effort.again)
-            if self.total() < least - 1e-9:
-                best, least = self.shares, self.total()
+            if self.total() < cost * WANDERS:
+                now, cost = self.shares, self.total()
+            if self.value() < least:
+                best, least = self.shares, self.value()
         self.shares = best
         return best
+
+    def value(self) -> float:
+        return self.cost.value(self.shares.work, self.shares.received)
 
     def descend(self, steps: int) -> None:
         """Improve the rank that costs most among those that were not found stuck since they last changed."""

@@ -22,7 +22,8 @@ from parallel.sharding.seating import seat_on_nodes
 from parallel.sharding.shares import Shares
 
 FAST = Effort(steps=60, fractions=(1.0, 0.3), pairs=150)
-DEEP = Effort(steps=100, fractions=(1.0, 0.5, 0.1), pairs=250, restarts=60, kicks=3, again=20)
+DEEP = Effort(steps=100, fractions=(1.0, 0.7, 0.4, 0.2, 0.05), pairs=250, restarts=60, kicks=2, again=15)
+RESTARTS = 4096  # spans of all restarts together: small batches take more of them, which cost less
 MARGIN = 0.9995  # the search aims this little below the limit
 
 
@@ -62,6 +63,9 @@ def _candidates(layout: PackedLayout, units: int, setting: Setting) -> list[Shar
     flat = Shares(lengths, want, 0.0 if bytes_only else setting.cluster.short_rows)
     deal(flat, range(units), whole, layout.padding_tokens, work / units)
     few = BytesCost(max(T / 40, float(flat.received.max())), work / units)
+    if effort.restarts:
+        spans = sum(len(some) for documents in flat.held for some in documents.values())
+        effort = effort._replace(restarts=min(250, max(effort.restarts, RESTARTS // spans)))
     if bytes_only:
         return [Search(flat, few, effort).run()]
     if units <= node:
