@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from kernels.autograd import attention_op, scale_of
 from kernels.backends import BACKENDS, choose_backend
 from kernels.checks import check_inputs
 from kernels.combine import merge
@@ -52,9 +53,13 @@ def attention(
         ValueError: inputs that do not fit together, overlapping bands, or a backend that is unknown or not able.
     """
     masks = (mask,) if isinstance(mask, IntervalMask) else tuple(mask)
+    if torch.compiler.is_compiling():  # the operator checks its inputs when it runs
+        sides = [side for mask in masks for side in mask.sides]
+        out, lse = attention_op(q, k, v, sink, sides, softmax_scale, softcap, backend)
+        return out.to(q.dtype), lse
     check_inputs(q, k, v, masks, softmax_scale, softcap, sink)
     require_disjoint(masks)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    scale = scale_of(q, softmax_scale)
     with torch.autocast(q.device.type, enabled=False):  # the arithmetic's precision is the contract's, not the caller's
         return choose_backend(backend, q).attention(q, k, v, masks, scale, softcap, sink)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.autograd import Gradients, Passes, Saved
 from kernels.mask import IntervalMask
 from kernels.rounds import Rounds, Stats
 
@@ -52,6 +53,42 @@ def attention_reference(
     out = torch.where(sees[:, None, None], out, 0)
     covered = torch.arange(q.shape[0], device=q.device) < max(mask.Tq for mask in masks)
     return out.to(q.dtype), torch.where(normal & covered, scores.logsumexp(-1), -float("inf"))
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    masks: Sequence[IntervalMask],
+    scale: float,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    out, lse = attention_reference(q, k, v, masks, scale, softcap, sink)
+    return out.contiguous(), lse.contiguous()
+
+
+def _backward(saved: Saved, dout: Tensor | None, dlse: Tensor | None, need_q: bool, need_kv: bool) -> Gradients:
+    """The definition run again, for autograd to differentiate."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in (saved.q, saved.k, saved.v, saved.sink)]
+    q, k, v, sink = leaves
+    assert q is not None and k is not None and v is not None
+    with torch.enable_grad():
+        results = attention_reference(q, k, v, saved.masks, saved.scale, saved.softcap, sink)
+    used = [(result, grad) for result, grad in zip(results, (dout, dlse)) if grad is not None]
+    found = iter(
+        torch.autograd.grad(
+            [result for result, _ in used],
+            [x for x in leaves if x is not None],
+            [grad for _, grad in used],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+    )
+    return next(found), next(found), next(found), next(found, None)
+
+
+PASSES = Passes(_forward, _backward, wide=False)
 
 
 class ReferenceRounds(Rounds):
