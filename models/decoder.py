@@ -160,7 +160,8 @@ class Decoder(nn.Module):
         """Hidden states after the final norm. `positions` restart at 0 in each document and are data, not inferred.
 
         Raises ValueError for a learned position outside the table if the positions lie on the CPU; elsewhere that
-        would wait for the device, so call `check_lengths` with the layout's longest document instead.
+        would wait for the device, and in a compiler's graph break it, so call `check_lengths` with the layout's longest
+        document instead.
         """
         x = self.embed_tokens(tokens)
         cos = sin = None
@@ -205,7 +206,7 @@ class Decoder(nn.Module):
         return angles(positions, radians, dtype)
 
     def _check_positions(self, positions: Tensor) -> None:
-        if positions.device.type != "cpu" or positions.numel() == 0:
+        if positions.device.type != "cpu" or positions.numel() == 0 or torch.compiler.is_compiling():
             return
         low, high = (int(bound) for bound in torch.aminmax(positions))
         if low < 0:
