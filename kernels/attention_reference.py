@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kernels.autograd import Gradients, Passes, Saved
+from kernels.combine import sink_gradient
 from kernels.mask import IntervalMask
-from kernels.rounds import Rounds, Stats
+from kernels.rounds import Rounds, Stats, row_delta
 
 
 def dense_mask(masks: Sequence[IntervalMask], Tq: int, Tk: int) -> Tensor:
@@ -66,29 +67,6 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     out, lse = attention_reference(q, k, v, masks, scale, softcap, sink)
     return out.contiguous(), lse.contiguous()
-
-
-def _backward(saved: Saved, dout: Tensor | None, dlse: Tensor | None, need_q: bool, need_kv: bool) -> Gradients:
-    """The definition run again, for autograd to differentiate."""
-    leaves = [None if x is None else x.detach().requires_grad_() for x in (saved.q, saved.k, saved.v, saved.sink)]
-    q, k, v, sink = leaves
-    assert q is not None and k is not None and v is not None
-    with torch.enable_grad():
-        results = attention_reference(q, k, v, saved.masks, saved.scale, saved.softcap, sink)
-    used = [(result, grad) for result, grad in zip(results, (dout, dlse)) if grad is not None]
-    found = iter(
-        torch.autograd.grad(
-            [result for result, _ in used],
-            [x for x in leaves if x is not None],
-            [grad for _, grad in used],
-            allow_unused=True,
-            materialize_grads=True,
-        )
-    )
-    return next(found), next(found), next(found), next(found, None)
-
-
-PASSES = Passes(_forward, _backward, wide=False)
 
 
 class ReferenceRounds(Rounds):
@@ -181,3 +159,21 @@ def _scores(q: Tensor, k: Tensor, hidden: Tensor, scale: float, softcap: float |
         slope = 1 - bend * bend
         scores = bend * softcap
     return scores.masked_fill_(hidden, -float("inf")), slope
+
+
+def _backward(saved: Saved, dout: Tensor | None, dlse: Tensor | None, need_q: bool, need_kv: bool) -> Gradients:
+    """By the rounds' formulas: autograd cannot record inside an operator."""
+    q, k, v, lse = saved.q, saved.k, saved.v, saved.lse
+    dout = torch.zeros_like(saved.out) if dout is None else dout
+    rounds, delta = ReferenceRounds(), row_delta(saved.out, dout, lse, dlse)
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (q, k, v))
+    for mask in saved.masks:
+        rounds.backward(q, k, v, dout, Stats(delta, lse), mask, dq, dk, dv, saved.scale, saved.softcap)
+    dsink = None
+    if saved.sink is not None:
+        covered = max(mask.Tq for mask in saved.masks)
+        dsink = sink_gradient(saved.sink, lse[:, :covered], delta[:, :covered])
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
+
+
+PASSES = Passes(_forward, _backward, wide=False)

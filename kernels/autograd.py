@@ -21,7 +21,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True)
 class Saved:
-    """What backward needs of a forward: its inputs, and out [Tq, H, Dv] and lse [H, Tq] as `Passes.forward` gave them."""
+    """What backward needs of a forward: its inputs, and out [Tq, H, Dv] and lse [H, Tq] as `Passes.forward` gave."""
 
     q: Tensor
     k: Tensor
@@ -175,9 +175,7 @@ def _(
     need_q: bool,
     need_kv: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = (
-        x.new_empty(x.shape if needed else (0,)) for x, needed in ((q, need_q), (k, need_kv), (v, need_kv))
-    )
+    dq, dk, dv = (x.new_empty(x.shape if needed else (0,)) for x, needed in ((q, need_q), (k, need_kv), (v, need_kv)))
     return dq, dk, dv, q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
 
 
@@ -196,9 +194,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     q, k, v, sink, out, lse, *sides = ctx.saved_tensors
     need_q, need_k, need_v, *_ = ctx.needs_input_grad
     need_kv = need_k or need_v
-    dq, dk, dv, dsink = attention_backward_op(
-        dout, dlse, q, k, v, sink, out, lse, sides, *ctx.options, need_q, need_kv
-    )
+    dq, dk, dv, dsink = attention_backward_op(dout, dlse, q, k, v, sink, out, lse, sides, *ctx.options, need_q, need_kv)
     return (dq if need_q else None, *((dk, dv) if need_kv else (None, None)), None if sink is None else dsink, *nothing)
 
 

@@ -42,9 +42,7 @@ def merge_backward_op(
 
 
 @merge_backward_op.register_fake
-def _(
-    dout: Tensor | None, dlse: Tensor | None, outs: Sequence[Tensor], lses: Sequence[Tensor]
-) -> list[Tensor]:
+def _(dout: Tensor | None, dlse: Tensor | None, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in (*outs, *lses)]
 
 

@@ -74,6 +74,7 @@ class ModelConfig:
     init_std: float = 0.02
     recompute: bool = False  # activation checkpointing around attention, never of attention itself
     attention: str = "auto"  # the kernels' backend
+    compile: bool = False  # torch.compile of each layer's parts before and after attention
 
     def validate(self) -> None:
         """Raises ValueError, with the numbers, if no decoder can be built from these values."""

@@ -90,13 +90,20 @@ class DecoderLayer(nn.Module):
         self.self_attn = SelfAttention(config)
         self.post_attention_layernorm = make_norm(config)
         self.mlp = MLP(config)
+        self._compiled: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, attend: Attend) -> Tensor:
         """`x[T, hidden] -> [T, hidden]`; `cos` and `sin` are `[T, D/2]`, or None without rotary positions."""
         context = AttentionContext(self.index, self.window, self.softmax_scale, self.softcap, self.self_attn.sinks)
-        q, k, v = self._run(self._before, x, cos, sin)
+        before, after = self._compiled or (self._before, self._after)
+        q, k, v = before(x, cos, sin)
         out = attend(q, k, v, context)
-        return self._run(self._after, x, out)
+        return after(x, out)
+
+    def compile_parts(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Compile what lies before and after attention; attention, hooks and exchanges stay outside the graphs."""
+        before, after = (torch.compile(part, fullgraph=True, backend=backend) for part in (self._before, self._after))
+        self._compiled = before, after
 
     def _run(self, part: Callable[..., Any], *inputs: Tensor | None) -> Any:
         if self.recompute and torch.is_grad_enabled():
@@ -105,9 +112,15 @@ class DecoderLayer(nn.Module):
         return part(*inputs)
 
     def _before(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return self.self_attn.project(self.input_layernorm(x), cos, sin)
+        return self._run(self._project, x, cos, sin)
 
     def _after(self, x: Tensor, out: Tensor) -> Tensor:
+        return self._run(self._finish, x, out)
+
+    def _project(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn.project(self.input_layernorm(x), cos, sin)
+
+    def _finish(self, x: Tensor, out: Tensor) -> Tensor:
         x = x + self.self_attn.output(out)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -149,6 +162,16 @@ class Decoder(nn.Module):
     def head_weight(self) -> Tensor:
         """The language-model head `[vocab_size, hidden]`: the embedding itself when tied."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def compile_layers(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Compile the layers' parts before and after attention, at their first run; alike layers share their graphs.
+
+        Attention stays outside, so that documents change nothing in a graph, and that strategies, DDP and FSDP2 need
+        not be traced. (A decoder with local attention also compiles whole: `torch.compile(decoder, fullgraph=True)`.)
+        """
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            layer.compile_parts(backend)
 
     def check_lengths(self, longest: int) -> None:
         """Refuses a batch whose longest document passes `max_positions`; see `ModelConfig.check_lengths`."""

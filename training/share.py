@@ -62,6 +62,8 @@ class Share:
                 self.context = ContextParallel(strategy, mesh, team.groups, team.rank, model.config.attention)
             self.module = parallelise(self.module, model.layers, strategy.weights, team.groups.get("dp_cp"))
             settle(self.module, self._zero_loss)
+        if model.config.compile:
+            model.compile_layers()  # last: settling a single token would cost graphs of their own
 
     def _zero_loss(self) -> Tensor:
         zero = torch.zeros(1, dtype=torch.long, device=self.device)
