@@ -5,6 +5,7 @@ number of heads is read from the projections' width, so a module that holds a sl
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,20 +91,15 @@ class DecoderLayer(nn.Module):
         self.self_attn = SelfAttention(config)
         self.post_attention_layernorm = make_norm(config)
         self.mlp = MLP(config)
-        self._compiled: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        self.compiled: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, attend: Attend) -> Tensor:
         """`x[T, hidden] -> [T, hidden]`; `cos` and `sin` are `[T, D/2]`, or None without rotary positions."""
         context = AttentionContext(self.index, self.window, self.softmax_scale, self.softcap, self.self_attn.sinks)
-        before, after = self._compiled or (self._before, self._after)
+        before, after = self.compiled or (self.before, self.after)
         q, k, v = before(x, cos, sin)
         out = attend(q, k, v, context)
         return after(x, out)
-
-    def compile_parts(self, backend: str | Callable[..., Any] = "inductor") -> None:
-        """Compile what lies before and after attention; attention, hooks and exchanges stay outside the graphs."""
-        before, after = (torch.compile(part, fullgraph=True, backend=backend) for part in (self._before, self._after))
-        self._compiled = before, after
 
     def _run(self, part: Callable[..., Any], *inputs: Tensor | None) -> Any:
         if self.recompute and torch.is_grad_enabled():
@@ -111,10 +107,12 @@ class DecoderLayer(nn.Module):
             return checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)
         return part(*inputs)
 
-    def _before(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def before(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The part before attention: q, k, v."""
         return self._run(self._project, x, cos, sin)
 
-    def _after(self, x: Tensor, out: Tensor) -> Tensor:
+    def after(self, x: Tensor, out: Tensor) -> Tensor:
+        """The part after attention: the layer's result."""
         return self._run(self._finish, x, out)
 
     def _project(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,9 +167,13 @@ class Decoder(nn.Module):
         Attention stays outside, so that documents change nothing in a graph, and that strategies, DDP and FSDP2 need
         not be traced. (A decoder with local attention also compiles whole: `torch.compile(decoder, fullgraph=True)`.)
         """
+        parts = [  # isolated: another decoder in this process, as in a sweep, neither shares graphs nor counts as more
+            torch.compile(part, fullgraph=True, backend=backend, recompile_limit=16, isolate_recompiles=True)
+            for part in (DecoderLayer.before, DecoderLayer.after)
+        ]
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
-            layer.compile_parts(backend)
+            layer.compiled = partial(parts[0], layer), partial(parts[1], layer)
 
     def check_lengths(self, longest: int) -> None:
         """Refuses a batch whose longest document passes `max_positions`; see `ModelConfig.check_lengths`."""

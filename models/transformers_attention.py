@@ -140,11 +140,9 @@ def attend(
             f"the mask is of {tuple(attention_mask.lo.shape)} queries and {attention_mask.keys} keys a row, but "
             f"attention has {(rows, queries)} and {keys}; use a cache whose lengths transformers' masks know"
         )
-    if cu_seq_lens_q is not None and cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q:
-        if not torch.equal(cu_seq_lens_q, cu_seq_lens_k):
-            raise ValueError(
-                "cu_seq_lens_q and cu_seq_lens_k differ; packed rows attend within themselves, so give one"
-            )
+    other = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+    if cu_seq_lens_q is not None and other is not cu_seq_lens_q and not torch.equal(cu_seq_lens_q, other):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ; packed rows attend within themselves, so give one")
     mask = attention_mask.interval_mask(position_ids, cu_seq_lens_q)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if attention_mask.live is not None:
