@@ -62,9 +62,12 @@ def test_correct_overrides_pass():
     screen_overrides(["data.paths=['a b.txt','c=d.txt']", "optim.lr=1e-3", "hydra.job.chdir=false"])
 
 
-@pytest.mark.parametrize("model", config_groups()["model"])
 @pytest.mark.parametrize(
-    ("data", "strategy"), [("stdlib", "local"), *(("synthetic", name) for name in config_groups()["strategy"])]
+    ("model", "data", "strategy"),
+    [
+        *((name, "stdlib", "local") for name in config_groups()["model"] if name != "hf"),
+        *(("tiny", "synthetic", name) for name in config_groups()["strategy"]),
+    ],
 )
 def test_every_preset_composes_and_validates(model, data, strategy):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
