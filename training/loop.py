@@ -18,6 +18,7 @@ from data.bigram import bigram_bits_per_byte
 from data.loader import PackedLoader
 from models.decoder import Decoder
 from models.flops import flops_per_step, parameter_count
+from models.hf_weights import load_decoder
 from training.checkpoint import load_checkpoint, load_state, snapshot, write_checkpoint
 from training.config import Config, ConfigError, NonFinite, to_plain
 from training.folder import RunFolder, read_json, shared_folder, write_json
@@ -88,7 +89,7 @@ class Trainer:
         for notice in folder.notices:
             console.print(notice, highlight=False, markup=False)
         self.loader, self.held_out = team.together(lambda: open_loaders(config))
-        self.model = Decoder(config.model, seed=config.run.seed).to(self.device)
+        self.model = team.together(self._first_model)
         self.share = Share(self.model, team, config.strategy)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.counters, self.step = Counters(), 0
@@ -101,6 +102,13 @@ class Trainer:
         self.metrics: MetricsFile | None = None  # rank 0's, as the tracker is
         self.tracker: Tracker | None = None
         team.first_decides(self._open_records)
+
+    def _first_model(self) -> Decoder:
+        """Whole weights, the same on every rank: a checkpoint's where the run starts from one, else random ones."""
+        config = self.config
+        if config.model.path is None or self.folder.checkpoint:
+            return Decoder(config.model, seed=config.run.seed).to(self.device)
+        return load_decoder(config.model, Path(config.model.path), self.device)
 
     def _open_records(self) -> None:
         self.folder.record_start(self.team.world)
@@ -265,7 +273,8 @@ class Trainer:
 
     def _print_start(self, last: int) -> None:
         count = parameter_count(self.config.model)
-        where = f"resuming after step {self.step}" if self.step else "starting"
+        source = f"starting from {self.config.model.path}" if self.config.model.path else "starting"
+        where = f"resuming after step {self.step}" if self.step else source
         ranks = f"{self.team.world} x " if self.team.world > 1 else ""
         mesh, config = self.team.mesh, self.config
         rows = config.data.rows // (mesh.dp * config.run.accumulate)
