@@ -159,9 +159,9 @@ def _tokenizer(source: Source) -> tuple[dict[str, Any], list[Path], str]:
             raw = read_json_object(start / CONFIG)
         except CheckpointError:
             raw = {}
-        names = ", ".join(path.name for path in carried)
-        where = f"taken from {start}: {names}" if carried else f"not here: none found in {start}"
-        return {key: raw.get(key) for key in SPECIAL}, carried, f"The tokenizer's files are {where}."
+        names = ", ".join(path.name for path in carried) or "none, as there were none"
+        note = f"Files of the tokenizer and of generation, from {start.name}, where training started: {names}."
+        return {key: raw.get(key) for key in SPECIAL}, carried, note
     bytes_alone = name == "byte" and source.model.vocab_size == ByteTokenizer.vocab_size
     special = {"bos_token_id": ByteTokenizer.bos, "eos_token_id": ByteTokenizer.eos} if bytes_alone else {}
     meaning = " Ids 0 to 255 are bytes of UTF-8, 256 begins a document, 257 ends it." if name == "byte" else ""
