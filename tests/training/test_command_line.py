@@ -38,6 +38,8 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     [
         ("model.headz=4", "model.headz.*heads"),
         ("model.heads=eight", "model.heads.*'eight'.*Integer"),
+        ("strategy.cp=4", "strategy.cp.*cp_outer"),
+        ("~strategy.cp_inner", "strategy.cp_inner cannot be left out; set it, as in strategy.cp_inner=null"),
         ("model=null", "model=null.*gpt2.*tiny"),
         ("~model", "~model.*gpt2"),
         ("model=gpt9", "model/gpt9.*tiny"),
@@ -63,15 +65,18 @@ def test_correct_overrides_pass():
 
 
 @pytest.mark.parametrize(
-    ("model", "data", "strategy"),
+    "override",
     [
-        *((name, "stdlib", "local") for name in config_groups()["model"] if name != "hf"),
-        *(("tiny", "synthetic", name) for name in config_groups()["strategy"]),
+        f"{group}={name}"
+        for group in ("model", "data", "strategy", "optim", "run")
+        for name in config_groups()[group]
+        if name != "hf"  # needs a checkpoint: see test_adopt.py
     ],
 )
-def test_every_preset_composes_and_validates(model, data, strategy):
+def test_every_preset_composes_and_validates(override):
+    needs = {"data=files": ["data.paths=[corpus.txt]"]}
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        composed = compose("config", overrides=[f"model={model}", f"data={data}", f"strategy={strategy}"])
+        composed = compose("config", overrides=[override, *needs.get(override, [])])
     refuse_added_keys(OmegaConf.to_container(composed))
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
