@@ -17,23 +17,33 @@ from models.decoder import Decoder
 from models.hf_config import read_config
 from models.hf_files import CONFIG, INDEX, SINGLE, CheckpointError, CheckpointFolder, open_folder
 from models.hf_names import Piece, pieces, stored_head, stored_pieces
+from models.initialise import Place, in_full
 
 BYTES = {torch.bfloat16: 2, torch.float32: 4}
 
 
-@torch.no_grad()
 def load_decoder(config: ModelConfig, path: Path, device: torch.device | str = "cpu") -> Decoder:
-    """A decoder with the weights of the checkpoint in `path`, in fp32 whatever the files hold.
+    """A decoder with the weights of the checkpoint in `path`, in fp32; see `read_weights`."""
+    decoder = Decoder(config, device="meta")
+    decoder.to_empty(device=device)
+    read_weights(decoder, path)
+    return decoder
+
+
+@torch.no_grad()
+def read_weights(decoder: Decoder, path: Path, place: Place = in_full) -> None:
+    """Fill a decoder in place with the weights of the checkpoint in `path`, in its dtype whatever the files hold.
 
     Files are mapped and read one tensor at a time: beside the decoder, the largest tensor is held.
 
     Args:
-        config: of the checkpoint's shapes; what changes none of them (windows, rotary base) may differ from it.
+        decoder: of the checkpoint's shapes; what changes none of them (windows, rotary base) may differ from it.
+        place: which part of a whole value a parameter holds.
 
     Raises:
         CheckpointError: the checkpoint is not this model's, or another than when `config.content_hash` was taken.
     """
-    folder = open_folder(path)
+    config, folder = decoder.config, open_folder(path)
     if config.content_hash not in (None, folder.content_hash):
         raise CheckpointError(
             f"{path} holds other weights (content {folder.content_hash}) than when the run was configured "
@@ -41,26 +51,19 @@ def load_decoder(config: ModelConfig, path: Path, device: torch.device | str = "
         )
     architecture, _ = read_config(folder.config)
     stored = stored_pieces(folder, architecture, config)
-    decoder = Decoder(config, device="meta")
-    decoder.to_empty(device=device)
     parameters = dict(decoder.named_parameters())
     with _opened(folder) as read:
         for name, piece in stored.items():
             value = read(name)
             parts = (value.t() if piece.transposed else value).split(piece.rows)
             for ours, part in zip(piece.ours, parts):
-                parameters[ours].copy_(part)
-        if stored_head(folder, config) and not _same_head(read, folder, decoder):
+                parameters[ours].copy_(place(part, parameters[ours]))
+        embedding = next(name for name, piece in stored.items() if piece.ours == ("embed_tokens.weight",))
+        if stored_head(folder, config) and not torch.equal(read("lm_head.weight"), read(embedding)):
             raise CheckpointError(
                 f"{path} stores lm_head.weight with other values than the embedding, though its config.json ties the "
                 f"two (tie_word_embeddings); set that to false, or drop lm_head.weight."
             )
-    return decoder
-
-
-def _same_head(read: Callable[[str], Tensor], folder: CheckpointFolder, decoder: Decoder) -> bool:
-    head = read("lm_head.weight").to(decoder.embed_tokens.weight)
-    return torch.equal(head, decoder.embed_tokens.weight)
 
 
 @contextlib.contextmanager

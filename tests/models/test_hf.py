@@ -273,7 +273,7 @@ def test_content_hash_tells_weights_apart_and_not_places(llama, tmp_path):
     assert open_folder(tmp_path / "elsewhere").content_hash == first
     rewrite(llama, lambda t: t["model.layers.0.self_attn.k_proj.weight"].mul_(1.001))
     assert open_folder(llama).content_hash != first
-    config = dataclasses.replace(read_config(open_folder(llama).config)[1], content_hash=first)
+    config = dataclasses.replace(read_config(open_folder(llama).config)[1], path=str(llama), content_hash=first)
     with pytest.raises(CheckpointError, match=rf"holds other weights.*{first}"):
         load_decoder(config, llama)
 
