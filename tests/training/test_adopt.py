@@ -131,10 +131,14 @@ def test_bad_checkpoint_ends_the_command_in_one_sentence_before_any_rank(folders
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("error: config.json: model_type='mamba'") and done.stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.deep
+def test_command_with_two_ranks_records_a_complete_configuration(folders, tmp_path):
+    command = [sys.executable, str(ROOT / "train.py"), *SMALL, "model=hf", f"model.path={folders['gpt2']}"]
     done = subprocess.run(
-        [*command[:-2], f"model.path={folders['gpt2']}", "nproc=2", "strategy=usp"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [*command, "nproc=2", "strategy=usp"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs").iterdir()
     written = json.loads((run / "config.json").read_text())["model"]
