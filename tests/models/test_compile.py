@@ -42,6 +42,7 @@ def test_compiled_layers_share_two_graphs_for_all_documents(tiny, packed, option
     assert graphs.frame_count == 2  # before and after attention, of four layers alike
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("traceable")
 def test_other_lengths_and_evaluation_make_few_more_graphs(tiny, packed):
     decoder = Decoder(tiny(window=[3, 7, None, 1]))
