@@ -70,8 +70,10 @@ def _candidates(layout: PackedLayout, units: int, setting: Setting) -> list[Shar
         return [Search(flat, few, effort).run()]
     if units <= node:
         return [Search(flat, _time_cost(flat, setting), effort).run()]
-    found = [in_order(flat)]
-    found += [seat_on_nodes(Search(flat.copy(), cost, effort).run(), node) for cost in (few, _time_cost(flat, setting))]
+    even = Shares(lengths, want, flat.short)  # an early part that fills a rank would go out to all who hold later ones
+    deal(even, range(units), whole, layout.padding_tokens, work / units, full=0.0)
+    sought = Search(even.copy(), _time_cost(even, setting), effort).run()
+    found = [in_order(flat), even, seat_on_nodes(even, node), seat_on_nodes(sought, node)]
     if units % node == 0:
         found.append(_nodes_first(flat, whole, setting, effort, layout.padding_tokens, work))
     return found
