@@ -40,5 +40,6 @@ lint: $(STAMP) ## ruff, pyright, and the floors (import-linter)
 	@$(BIN)/pyright --warnings | tail -n 25
 	@$(BIN)/lint-imports
 
-bench: $(STAMP) ## what the CPU backend and a training step cost, beside their peers
+bench: $(STAMP) ## what the CPU backend, a training step and planning cost
 	@$(BIN)/python -m bench.cpu $(ARGS)
+	@$(BIN)/python -m bench.plan_time $(ARGS)

@@ -7,6 +7,8 @@ python train.py data=files 'data.paths=[corpus/*.txt]'
 python train.py -m run.seed=1,2,3                  a sweep: one run after the other, each in its own folder
 python train.py nproc=4 strategy.weights=fully_sharded     four ranks on this machine
 torchrun --nproc-per-node 8 train.py               the ranks that torchrun or Slurm starts
+python train.py run=plan strategy=usp nproc=8      the schedule: proved, as a table, drawn; no rank starts
+python train.py run=explain nproc=8                which strategies would be refused here, and why
 python train.py --cfg job                          print the composed configuration and stop
 """
 

@@ -26,7 +26,7 @@ class Case:
     `shared_kernel`: the kernel has loops of other tiles as well, which are left out. `option`: what is switched on.
     """
 
-    kernel: str  # fwd, dq, dkdv, delta, merge, merge_backward
+    kernel: str  # fwd, dq, dkdv, delta, merge, merge_backward, or a codec's, whose group is `head_dim`
     target: str
     dtype: str
     head_dim: int

@@ -27,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=cases.DTYPES, help="with --every: this dtype alone")
     parser.add_argument("--options", action="store_true", help="what a launch can switch on, instead of the tables")
     options = parser.parse_args(arguments)
+    if (options.dtype and not options.every) or (options.options and options.every):
+        parser.error("--dtype takes a part of --every, and --options stands alone")
     good = True
     for case in _chosen(options):
         found = outcome(case)
@@ -42,6 +44,7 @@ def _chosen(options: argparse.Namespace) -> Iterator[Case]:
         dtypes = (options.dtype,) if options.dtype else cases.DTYPES
         yield from cases.attention_cases(dtypes=dtypes, targets=(options.target,))
         yield from cases.row_cases(dtypes=dtypes, targets=(options.target,))
+        yield from cases.codec_cases(cases.every_codec(), dtypes, (options.target,))
     else:
         yield from cases.covering_cases(options.target)
 

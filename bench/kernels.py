@@ -16,13 +16,19 @@ import os
 import sys
 from collections.abc import Sequence
 
-from bench.cases import DTYPES, HEAD_DIMS
+from bench.cases import DTYPES, HEAD_DIMS, head_dim_argument
 from bench.targets import TARGETS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     if options.gpu:
+        static = ("targets", "dtypes", "head_dims", "no_peers", "jobs")
+        if ignored := [name for name in static if getattr(options, name)]:
+            parser.error(
+                f"--{ignored[0].replace('_', '-')} is for --static; the GPU page runs the same cases everywhere"
+            )
         from bench.gpu_page import gpu_page
 
         return gpu_page(quick=options.quick, as_json=options.json)
@@ -38,9 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), help="default: all")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: all")
-    parser.add_argument("--head-dims", nargs="+", type=int, help="default: 64 80 128 256")
+    parser.add_argument("--head-dims", nargs="+", type=head_dim_argument, help="default: 64 80 128 256")
     parser.add_argument("--no-peers", action="store_true", help="our kernels alone")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; default: one a core")
+    parser.add_argument("--jobs", type=int, help="processes; default: one a core")
     return parser
 
 
@@ -57,7 +63,7 @@ def _static(options: argparse.Namespace) -> int:
         print(reason, file=sys.stderr)
     if not options.json:
         print(table_line(None))
-    for row in static_rows(wanted, options.jobs):
+    for row in static_rows(wanted, options.jobs or os.cpu_count() or 1):
         if isinstance(row, str):
             print(row, file=sys.stderr)
         else:

@@ -154,8 +154,9 @@ def _kinds(machine: ModuleType, function: Function, loops: list[Loop], scores: f
 
 
 def _is_product(function: Function, loop: Loop) -> bool:
-    """Is most of this loop multiply-adds? So it is where fp32 products run on the fp units."""
-    fused = sum(function.instructions[i].opcode.startswith("FFMA") for i in loop.members)
+    """Is most of this loop multiply-adds? So it is where fp32 products run on the fp units; FFMA2 does two in one."""
+    opcodes = [function.instructions[i].opcode for i in loop.members]
+    fused = sum(op.startswith("FFMA") + op.startswith("FFMA2") for op in opcodes)
     return 2 * fused >= len(loop.members)
 
 

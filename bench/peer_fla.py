@@ -1,7 +1,7 @@
 """fla-core (flash-linear-attention, https://github.com/fla-org/flash-linear-attention) compiled for our targets.
 
 `parallel_attn`: causal, with documents by cu_seqlens, at the tiles that its launcher picks for the target. An optional
-peer: `pip install fla-core==0.6.0 --no-deps`.
+peer: `pip install --no-deps -r requirements-peers.txt`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def fla_cases(head_dim: int, dtype: str, target: str) -> list[Case]:
         module = importlib.import_module("fla.ops.attn.parallel")
         version = importlib.metadata.version("fla-core")
     except ImportError as error:
-        raise ImportError(f"fla-core is not here ({error}); pip install fla-core==0.6.0 --no-deps") from error
+        raise ImportError(f"fla-core is not here ({error}); pip install --no-deps -r requirements-peers.txt") from error
     if dtype == "fp32":
         return []
     peer = f"fla-core {version}"

@@ -14,7 +14,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from bench.cases import DTYPES, PRODUCTS, attention_case
+from bench.cases import DTYPES, PRODUCTS, attention_case, head_dim_argument
 from bench.compile import Case, report
 from bench.measure import KernelReport, LoopReport
 from bench.static_report import kernel_rows, table_line
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.tile_sweep", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kernel", choices=list(PRODUCTS), required=True)
     parser.add_argument("--target", choices=list(TARGETS), required=True)
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--head-dim", type=head_dim_argument, default=128)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     options = parser.parse_args(arguments)
     results = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from kernels.device import LOG2E, alive_rows, load_rows, load_tile, loop_parts, seen_pairs, store_rows, tanh
+from kernels.device import LOG2E, alive_rows, load_rows, load_tile, loop_parts, refetched, seen_pairs, store_rows, tanh
 from kernels.runtime import jit
 
 
@@ -29,7 +29,7 @@ def attention_delta(OUT, DOUT, LSE, DLSE, DELTA, LSE2, T, H, stride_ot, stride_o
     live = rows < T
     at = h.to(tl.int64) * stride_xh + rows
     lse = tl.load(LSE + h.to(tl.int64) * stride_lh + rows, mask=live, other=-float("inf"))
-    sees = lse > -float("inf")
+    sees = lse != -float("inf")  # or is NaN, as its gradients then are
     out = load_rows(OUT + h.to(tl.int64) * stride_oh, first, stride_ot, live, True, DV, BLOCK_M, BLOCK_DV, WIDE)
     dout = load_rows(DOUT + h.to(tl.int64) * stride_dh, first, stride_dt, live, True, DV, BLOCK_M, BLOCK_DV, WIDE)
     out = out.to(tl.float32)
@@ -53,16 +53,17 @@ def _dq_part(dq, q, dout, lse2, delta, K, V, K_TILES, V_TILES, Q_START, Q_END, h
         alive = alive_rows(Q_START, Q_END, first, Tk, MASKED and GAPS, BLOCK_N)
         k = load_tile(K, K_TILES, hk, k_column, first, stride_kt, alive, MASKED, GAPS, D, BLOCK_N, BLOCK_D, WIDE)
         v = load_tile(V, V_TILES, hk, v_column, first, stride_vt, alive, MASKED, False, DV, BLOCK_N, BLOCK_DV, WIDE)
-        dp = tl.dot(dout, tl.trans(v), input_precision="ieee")  # before s, which leaves more registers
+        stays = refetched(dout, first < Tk) if BLOCK_DV == 256 else dout  # narrower, it costs registers instead
+        dp = tl.dot(stays, tl.trans(v), input_precision="ieee")  # before s, which leaves more registers
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED and not CAPPED:
             s = tl.where(seen_pairs(cols, k_start, k_end, first, LEFT, RIGHT), s, -float("inf"))
         if CAPPED:
             t = tanh(s * cap_in)
-            p = tl.math.exp2(t * cap2 - lse2[:, None])
+            p = tl.math.exp2(t * cap2 - lse2[:, None]) * (1.0 - t * t)
             if MASKED:
                 p = tl.where(seen_pairs(cols, k_start, k_end, first, LEFT, RIGHT), p, 0.0)
-            ds = p * (dp - delta[:, None]) * (1.0 - t * t)
+            ds = p * (dp - delta[:, None])
         else:
             p = tl.math.exp2(s * scale2 - lse2[:, None])
             ds = p * (dp - delta[:, None])
@@ -119,7 +120,7 @@ def attention_dq(Q, K, V, K_TILES, V_TILES, DOUT, DQ, LSE2, DELTA, K_START, K_EN
     # found again rather than kept: every register counts in the loops
     first = tl.load(ORDER + tl.program_id(0) // H, volatile=True) * BLOCK_M
     h = tl.program_id(0) % H
-    store_rows(DQ + h.to(tl.int64) * stride_gh, first, Tq, stride_gt, dq * scale, ADD, D, BLOCK_M, BLOCK_D, WIDE)
+    store_rows(DQ + h.to(tl.int64) * stride_gh, first, Tq, stride_gt, dq * scale, None, ADD, D, BLOCK_M, BLOCK_D, WIDE)
 
 
 @jit
@@ -150,14 +151,13 @@ def _dkdv_part(dk, dv, k, v, Q, DOUT, Q_TILES, DOUT_TILES, LSE2, DELTA, K_START,
             p = tl.math.exp2(t * cap2 - lse2[None, :])
             if MASKED:
                 p = tl.where(seen_pairs(cols, q_start, q_end, first, LEFT, RIGHT), p, 0.0)
+            slope = p * (1.0 - t * t)
         else:
-            t = s  # not used
             p = tl.math.exp2(s * scale2 - lse2[None, :])
+            slope = p
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
         dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
-        ds = p * (dp - delta[None, :])
-        if CAPPED:
-            ds *= 1.0 - t * t
+        ds = slope * (dp - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
@@ -211,5 +211,7 @@ def attention_dkdv(Q, K, V, Q_TILES, DOUT_TILES, DOUT, DK, DV_, LSE2, DELTA, K_S
     # found again rather than kept: every register counts in the loops
     first = tl.load(ORDER + tl.program_id(0) // Hkv, volatile=True) * BLOCK_N
     hk = tl.program_id(0) % Hkv
-    store_rows(DK + hk.to(tl.int64) * stride_gkh, first, Tk, stride_gkt, dk * scale, ADD, D, BLOCK_N, BLOCK_D, WIDE)
-    store_rows(DV_ + hk.to(tl.int64) * stride_gvh, first, Tk, stride_gvt, dv, ADD, DV, BLOCK_N, BLOCK_DV, WIDE)
+    store_rows(
+        DK + hk.to(tl.int64) * stride_gkh, first, Tk, stride_gkt, dk * scale, None, ADD, D, BLOCK_N, BLOCK_D, WIDE
+    )
+    store_rows(DV_ + hk.to(tl.int64) * stride_gvh, first, Tk, stride_gvt, dv, None, ADD, DV, BLOCK_N, BLOCK_DV, WIDE)

@@ -7,7 +7,18 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from kernels.device import LN2, LOG2E, alive_rows, load_rows, load_tile, loop_parts, seen_pairs, store_rows, tanh
+from kernels.device import (
+    LN2,
+    LOG2E,
+    alive_rows,
+    load_rows,
+    load_tile,
+    loop_parts,
+    refetched,
+    seen_pairs,
+    store_rows,
+    tanh,
+)
 from kernels.runtime import jit
 
 
@@ -27,7 +38,7 @@ def _forward_part(acc, l_i, m_i, q, K, V, K_TILES, V_TILES, Q_START, Q_END, hk, 
         alive = alive_rows(Q_START, Q_END, first, Tk, MASKED and GAPS, BLOCK_N)
         k = load_tile(K, K_TILES, hk, k_column, first, stride_kt, alive, MASKED, False, D, BLOCK_N, BLOCK_D, WIDE)
         v = load_tile(V, V_TILES, hk, v_column, first, stride_vt, alive, MASKED, GAPS, DV, BLOCK_N, BLOCK_DV, WIDE)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        s = tl.dot(refetched(q, first < Tk), tl.trans(k), input_precision="ieee")
         if CAPPED:
             s = cap * tanh(s * cap_in)
         if MASKED:
@@ -107,6 +118,7 @@ def attention_forward(Q, K, V, K_TILES, V_TILES, OUT, LSE, SINK, K_START, K_END,
         m_i *= scale2
     LSE += h.to(tl.int64) * stride_lh + rows
     OUT += h.to(tl.int64) * stride_oh
+    weight = None  # of what is in OUT
     if ADD or SINK is not None:
         if ADD:
             before = tl.load(LSE, mask=live, other=-float("inf"))
@@ -118,18 +130,16 @@ def attention_forward(Q, K, V, K_TILES, V_TILES, OUT, LSE, SINK, K_START, K_END,
         mine = tl.math.exp2(m_i - base)
         theirs = tl.math.exp2(other - base)
         total = l_i * mine + theirs
-        some = tl.where(total > 0, total, 1.0)
+        some = tl.where(total == 0, 1.0, total)  # a NaN stays one
         inverse = 1.0 / some
         out = acc * (mine * inverse)[:, None]
         lse = (base + tl.math.log2(some)) * LN2
         lse = tl.where(l_i == 0.0, before, lse)  # to the bit, in rows without keys here
         if ADD:
-            there = load_rows(OUT, first, stride_ot, live, True, DV, BLOCK_M, BLOCK_DV, WIDE)
-            weight = (theirs * inverse)[:, None]
-            out += tl.where(weight > 0, there * weight, 0.0)  # where nothing was, OUT may hold anything
+            weight = theirs * inverse
     else:
-        some = tl.where(l_i > 0, l_i, 1.0)  # without keys acc is 0 and m_i -inf
+        some = tl.where(l_i == 0, 1.0, l_i)  # without keys acc is 0 and m_i -inf
         out = acc * (1.0 / some)[:, None]
         lse = (m_i + tl.math.log2(some)) * LN2
     tl.store(LSE, lse, mask=live)
-    store_rows(OUT, first, Tq, stride_ot, out, False, DV, BLOCK_M, BLOCK_DV, WIDE)
+    store_rows(OUT, first, Tq, stride_ot, out, weight, ADD, DV, BLOCK_M, BLOCK_DV, WIDE)

@@ -118,12 +118,15 @@ def forward_into(
     out may hold anything. The last dims of q, k, v, out and lse have stride 1.
 
     Raises:
-        ValueError: `add` with a sink, which would count once for each call, or into an `out` that is not fp32.
+        ValueError: `add` with a sink, which would count once for each call, or into an `out` that is not fp32; a last
+            dim of another stride.
     """
+    _require_adjacent(q=q, k=k, v=v, out=out, lse=lse)
     if add and (sink is not None or out.dtype != torch.float32):
         raise ValueError(f"add needs an fp32 out and no sink, but out is {out.dtype}; begin with out 0 and lse = sink")
     if mask.Tq == 0:
         return
+    sink = None if sink is None else sink.contiguous()
     call = _Call.of("fwd", q, k, v, mask, scale, softcap)
     k_tiles, v_tiles = (call.descriptor(x, mask.Tk, call.tile.block_n) for x in (k, v))
     with on_device_of(q):
@@ -146,7 +149,11 @@ def delta_of(
     """(delta, lse2) of rows [0, covered), as `backward_into` takes them: rowsum(dout * out) - dlse, and lse in base 2.
 
     Both are 0 and +inf in rows without keys. n is `covered` rounded up, so that rows start aligned.
+
+    Raises:
+        ValueError: a last dim of out, dout or lse whose stride is not 1.
     """
+    _require_adjacent(out=out, dout=dout, lse=lse)
     H, width = out.shape[1], -(-covered // 16) * 16
     delta, lse2 = (out.new_empty(H, width, dtype=torch.float32) for _ in range(2))
     if covered:
@@ -179,7 +186,14 @@ def backward_into(
 
     delta and lse2 come from `delta_of` on the merged out and lse of all keys. With `add` the gradients are added to
     what is there (fp32 buffers). Last dims have stride 1.
+
+    Raises:
+        ValueError: `add` to buffers that are not fp32, or a last dim of another stride.
     """
+    _require_adjacent(q=q, k=k, v=v, dout=dout, delta=delta, lse2=lse2, dq=dq, dk=dk, dv=dv)
+    narrow = [x.dtype for x in (dq, dk, dv) if x is not None and x.dtype != torch.float32]
+    if add and narrow:
+        raise ValueError(f"add needs fp32 gradients, but there are some in {narrow[0]}; cast them once, at the end")
     if dq is not None and mask.Tq:
         call = _Call.of("dq", q, k, v, mask, scale, softcap)
         k_tiles, v_tiles = (call.descriptor(x, mask.Tk, call.tile.block_n) for x in (k, v))
@@ -273,7 +287,8 @@ class _Call:
     @property
     def tile(self) -> Tile:
         width = max(padded_width(self.q.shape[2]), padded_width(self.v.shape[2]))
-        return choose_tile(self.kernel, width, self.q.element_size(), self.target, self.mask.has_gaps())
+        gaps, capped = self.mask.has_gaps(), self.softcap is not None
+        return choose_tile(self.kernel, width, self.q.element_size(), self.target, gaps, capped)
 
     @property
     def size(self) -> float:
@@ -337,6 +352,13 @@ def _gradient_buffer(x: Tensor, covered: int, written: bool) -> Tensor:
 def _adjacent(x: Tensor) -> Tensor:
     """x, or a copy of it, with its last dim's elements next to each other."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _require_adjacent(**tensors: Tensor | None) -> None:
+    """Raise ValueError, naming the first, if the elements of a tensor's last dim do not lie next to each other."""
+    for name, x in tensors.items():
+        if x is not None and x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise ValueError(f"{name} has stride {x.stride(-1)} in its last dim and the kernels need 1; copy it")
 
 
 def _strides(x: Tensor) -> tuple[int, int]:

@@ -141,9 +141,9 @@ class _Merge(torch.autograd.Function):
             weight = _share(_live_lse(lse, out.dtype), base, total)
             change = torch.zeros_like(weight) if dlse is None else dlse.to(out.dtype)
             if dout is not None and delta is not None:
-                alive = torch.where((weight > 0).T[..., None], part.to(out.dtype), 0)
+                alive = torch.where((weight == 0).T[..., None], 0, part.to(out.dtype))
                 change = change + (dout * alive).sum(-1).T - delta
-            dlses.append(torch.where(weight > 0, weight * change, 0).to(lse.dtype))
+            dlses.append(torch.where(weight == 0, 0, weight * change).to(lse.dtype))
             douts.append(None if dout is None else _weighted(dout, weight).to(part.dtype))
         return (*douts, *dlses)
 

@@ -18,7 +18,6 @@ from kernels.device import load_rows, store_rows
 from kernels.runtime import interpreted, jit, on_device_of
 from kernels.tiling import padded_width
 
-ROWS = 16  # tokens per program
 SEPARATE = 8  # up to this many partials are read where they lie; more are stacked first
 
 
@@ -56,13 +55,13 @@ def merge_forward(OUTS, LSES, OUT, LSE, BASE, TOTAL, n, T, H, stride_n, stride_t
             weight = tl.exp(lse - safe)
             x = load_rows(OUTS[i] + step * stride_n + h.to(tl.int64) * stride_h, first, stride_t, live, True, D,
                           BLOCK_T, BLOCK_D, WIDE).to(tl.float32)  # fmt: skip
-            x = tl.where((weight > 0)[:, None], x * weight[:, None], 0.0)
+            x = tl.where((weight == 0)[:, None], 0.0, x * weight[:, None])  # a NaN lse stays one
             acc = acc * keep[:, None] + x
             total = total * keep + weight
             base = top
-    some = tl.where(total > 0, total, 1.0)
-    store_rows(OUT + h.to(tl.int64) * stride_h, first, T, stride_t, acc / some[:, None], False, D, BLOCK_T, BLOCK_D,
-               WIDE)  # fmt: skip
+    some = tl.where(total == 0, 1.0, total)
+    acc /= some[:, None]
+    store_rows(OUT + h.to(tl.int64) * stride_h, first, T, stride_t, acc, None, False, D, BLOCK_T, BLOCK_D, WIDE)
     tl.store(LSE + at, base + tl.log(some), mask=live)
     if BASE is not None:
         tl.store(BASE + at, base, mask=live)
@@ -76,7 +75,7 @@ def _shares(OUTS, LSES, i: tl.constexpr, step, at, first, live, base, some, h, s
     weight = tl.exp(_live_lse(LSES[i], step * stride_ln + at, live) - base) / some
     x = load_rows(OUTS[i] + step * stride_n + h.to(tl.int64) * stride_h, first, stride_t, live, True, D, BLOCK_T,
                   BLOCK_D, WIDE).to(tl.float32)  # fmt: skip
-    return weight, tl.where((weight > 0)[:, None], x, 0.0)
+    return weight, tl.where((weight == 0)[:, None], 0.0, x)
 
 
 @jit
@@ -95,7 +94,7 @@ def merge_backward(OUTS, LSES, BASE, TOTAL, DOUT, DLSE, DOUTS, DLSES, n, T, H, s
     base = tl.load(BASE + at, mask=live, other=-float("inf"))
     base = tl.where(base == -float("inf"), 0.0, base)
     total = tl.load(TOTAL + at, mask=live, other=0.0)
-    some = tl.where(total > 0, total, 1.0)
+    some = tl.where(total == 0, 1.0, total)
     dout = load_rows(DOUT + h.to(tl.int64) * stride_h, first, stride_t, live, True, D, BLOCK_T, BLOCK_D,
                      WIDE).to(tl.float32)  # fmt: skip
     delta = tl.zeros([BLOCK_T], tl.float32)
@@ -103,7 +102,7 @@ def merge_backward(OUTS, LSES, BASE, TOTAL, DOUT, DLSE, DOUTS, DLSES, n, T, H, s
         for j in range(n):
             weight, x = _shares(OUTS, LSES, i, tl.cast(j, tl.int64), at, first, live, base, some, h, stride_n, stride_t,
                                 stride_h, stride_ln, WIDE, D, BLOCK_T, BLOCK_D)  # fmt: skip
-            delta += tl.where(weight > 0, weight * tl.sum(dout * x, 1), 0.0)
+            delta += tl.where(weight == 0, 0.0, weight * tl.sum(dout * x, 1))
     if DLSE is not None:
         delta -= tl.load(DLSE + at, mask=live, other=0.0)
     for i in tl.static_range(len(OUTS)):
@@ -111,10 +110,10 @@ def merge_backward(OUTS, LSES, BASE, TOTAL, DOUT, DLSE, DOUTS, DLSES, n, T, H, s
             step = tl.cast(j, tl.int64)
             weight, x = _shares(OUTS, LSES, i, step, at, first, live, base, some, h, stride_n, stride_t, stride_h,
                                 stride_ln, WIDE, D, BLOCK_T, BLOCK_D)  # fmt: skip
-            change = tl.where(weight > 0, weight * (tl.sum(dout * x, 1) - delta), 0.0)
+            change = tl.where(weight == 0, 0.0, weight * (tl.sum(dout * x, 1) - delta))
             tl.store(DLSES[i] + step * stride_ln + at, change, mask=live)
-            grad = tl.where((weight > 0)[:, None], dout * weight[:, None], 0.0)
-            store_rows(DOUTS[i] + step * stride_n + h.to(tl.int64) * stride_h, first, T, stride_t, grad, False, D,
+            grad = tl.where((weight == 0)[:, None], 0.0, dout * weight[:, None])
+            store_rows(DOUTS[i] + step * stride_n + h.to(tl.int64) * stride_h, first, T, stride_t, grad, None, False, D,
                        BLOCK_T, BLOCK_D, WIDE)  # fmt: skip
 
 
@@ -161,7 +160,7 @@ class _Merge(torch.autograd.Function):
         douts, dlses = (tuple(torch.empty_like(x) for x in group) for group in (outs, lses))
         if T:
             with on_device_of(dout):
-                merge_backward[_grid(T, H)](
+                merge_backward[_grid(T, H, D)](
                     outs, lses, base, total, dout, dlse, douts, dlses, ctx.n, T, H, T * H * D, H * D, D, T * H,
                     **_constants(D),
                 )  # fmt: skip
@@ -182,7 +181,7 @@ def _launch_forward(
     T, H, D = out.shape
     if T:
         with on_device_of(out):
-            merge_forward[_grid(T, H)](
+            merge_forward[_grid(T, H, D)](
                 outs, lses, out, lse, base, total, n, T, H, T * H * D, H * D, D, T * H, **_constants(D)
             )  # fmt: skip
 
@@ -201,9 +200,14 @@ def _stacked(tensors: tuple[Tensor, ...]) -> tuple[Tensor]:
     return (torch.stack(tensors),)
 
 
-def _grid(T: int, H: int) -> tuple[int]:
-    return (-(-T // ROWS) * H,)
+def rows_per_program(D: int) -> int:
+    """Tokens that a program holds: as many as leave its registers unspilled."""
+    return 32 if D <= 64 else 16
+
+
+def _grid(T: int, H: int, D: int) -> tuple[int]:
+    return (-(-T // rows_per_program(D)) * H,)
 
 
 def _constants(D: int) -> dict[str, Any]:
-    return {"WIDE": interpreted(), "D": D, "BLOCK_T": ROWS, "BLOCK_D": padded_width(D)}
+    return {"WIDE": interpreted(), "D": D, "BLOCK_T": rows_per_program(D), "BLOCK_D": padded_width(D)}

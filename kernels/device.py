@@ -85,20 +85,33 @@ def alive_rows(START, END, first, n, GAPS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @jit
-def store_rows(X, first, n, stride, value, ADD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+def store_rows(X, first, n, stride, value, weight, ADD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
                BLOCK_D: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """Write (or ADD to what is there) value [BLOCK, BLOCK_D] to rows first..n and columns below D of X."""
-    rows = tl.arange(0, BLOCK)
-    cols = tl.arange(0, BLOCK_D)
-    at = X + tl.cast(first, tl.int64) * stride + rows.to(tl.int64)[:, None] * stride + cols[None, :]
-    inside = (first + rows < n)[:, None]
-    if D != BLOCK_D:
-        inside &= (cols < D)[None, :]
-    if ADD:
-        value += tl.load(at, mask=inside, other=0.0)
-    if WIDE and X.dtype.element_ty == tl.bfloat16:
-        value = round_to_bf16(value)
-    tl.store(at, value.to(X.dtype.element_ty), mask=inside)
+    """Write value [BLOCK, BLOCK_D] to rows first..n and columns below D of X.
+
+    ADD: plus what is there, times weight [BLOCK] unless that is None; where it is 0, X may hold anything. What is there
+    takes registers, so it is read in parts of 64 columns.
+    """
+    if ADD and BLOCK_D > 64:
+        half: tl.constexpr = BLOCK_D // 2
+        left, right = value.reshape(BLOCK, 2, half).permute(0, 2, 1).split()
+        store_rows(X, first, n, stride, left, weight, ADD, D, BLOCK, half, WIDE)
+        store_rows(X + half, first, n, stride, right, weight, ADD, D - half, BLOCK, half, WIDE)
+    else:
+        rows = tl.arange(0, BLOCK)
+        cols = tl.arange(0, BLOCK_D)
+        at = X + tl.cast(first, tl.int64) * stride + rows.to(tl.int64)[:, None] * stride + cols[None, :]
+        inside = (first + rows < n)[:, None]
+        if D < BLOCK_D:
+            inside &= (cols < D)[None, :]
+        if ADD:
+            there = tl.load(at, mask=inside, other=0.0)
+            if weight is not None:
+                there = tl.where((weight == 0)[:, None], 0.0, there * weight[:, None])
+            value += there
+        if WIDE and X.dtype.element_ty == tl.bfloat16:
+            value = round_to_bf16(value)
+        tl.store(at, value.to(X.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -125,3 +138,15 @@ def seen_pairs(cols, start, end, first, LEFT: tl.constexpr, RIGHT: tl.constexpr)
     else:
         seen = cols[None, :] < (end - first)[:, None]
     return seen
+
+
+@jit
+def refetched(x, true):
+    """x, an operand of a product that stays the same through a loop; `true` is a condition that the loop always meets.
+
+    fp32 products run on plain units, and the compiler would hold the whole operand in registers through the loop, which
+    at wide heads are not there; a select in the loop makes it read the operand from shared memory each time.
+    """
+    if x.dtype == tl.float32:
+        x = tl.where(true, x, 0.0)
+    return x

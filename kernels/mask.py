@@ -43,6 +43,10 @@ class IntervalMask:
         self.k_start, self.k_end, self.q_start, self.q_end = (x.contiguous() for x in (k_start, k_end, q_start, q_end))
         self.cache: dict[Any, Any] = {}
         _validate_form(self)
+        # kernels read them as flat arrays, and a caller's may be columns of one tensor
+        self.k_start, self.k_end, self.q_start, self.q_end = (
+            x.contiguous() for x in (self.k_start, self.k_end, self.q_start, self.q_end)
+        )
         if self.device.type == "cpu":
             _validate_values(self)
 

@@ -1,7 +1,7 @@
 """Each kernel as the compiler needs it described: argument types, compile-time values, alignments, launch options.
 
 For compiling without a device (`triton.compile(ASTSource(...), target=...)`): compile checks and static reports. The
-types are those that `attention_triton` and `combine_triton` pass on tensors whose strides are multiples of 16.
+types are those that the kernels' host sides pass on tensors whose strides are multiples of 16.
 """
 
 from __future__ import annotations
@@ -9,13 +9,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from kernels.attention_bwd import attention_delta, attention_dkdv, attention_dq
 from kernels.attention_fwd import attention_forward
-from kernels.combine_triton import merge_backward, merge_forward
+from kernels.combine_triton import merge_backward, merge_forward, rows_per_program
+from kernels.fp8_triton import (
+    WARPS,
+    decode_constants,
+    encode_constants,
+    fp8_decode,
+    fp8_encode,
+    fp8_sum_encode,
+    sum_constants,
+)
 from kernels.tiling import Kernel, Tile, choose_tile, late_sum, padded_width, use_descriptors
+from kernels.wire import Codec
 
 ATTENTION: dict[Kernel, Any] = {"fwd": attention_forward, "dq": attention_dq, "dkdv": attention_dkdv}
 ELEMENT_SIZES = {"fp32": 4, "fp16": 2, "bf16": 2}
+CODEC_KERNELS = ("encode", "decode", "decode_sum", "decode_sum_encode")
+HARDWARE_FORMATS = {"sm_90": ("e4m3", "e5m2"), "sm_100": ("e4m3", "e5m2"), "gfx942": ("e4m3fnuz",)}
+_CODEC_POINTERS = {
+    "CODES": "*u8", "SCALES": "*fp32", "HEAD": "*i32", "CODES_OUT": "*u8", "SCALES_OUT": "*fp32", "HEAD_OUT": "*i32",
+}  # fmt: skip
+_CODEC_MULTIPLES = ("stride_n", "step_a", "step_b", "far_a", "far_b", "limit")
 _FP32_POINTERS = ("LSE", "LSE2", "DELTA", "DLSE", "BASE", "TOTAL")
 _INT_POINTERS = ("K_START", "K_END", "Q_START", "Q_END", "ORDER")
 _INTS = ("Tq", "Tk", "T", "H", "Hkv", "group", "n")
@@ -50,7 +68,7 @@ def attention_spec(
     The tile and the use of descriptors are those of the tile table unless given; the options are the kernels' own.
     """
     fn, width = ATTENTION[kernel], padded_width(head_dim)
-    tile = tile or choose_tile(kernel, width, ELEMENT_SIZES[dtype], target, gaps)
+    tile = tile or choose_tile(kernel, width, ELEMENT_SIZES[dtype], target, gaps, capped)
     constants: dict[str, Any] = {
         "SIGN": 1, "GAPS": gaps, "CAPPED": capped, "ADD": add, "EXACT": dtype == "fp32", "WIDE": False,
         "LATE": late_sum(target), "D": head_dim, "DV": head_dim, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
@@ -74,12 +92,39 @@ def delta_spec(head_dim: int, dtype: str, rows: int = 32) -> KernelSpec:
     return _describe(attention_delta, dtype, {}, constants, {"num_warps": 4})
 
 
-def merge_spec(head_dim: int, dtype: str, backward: bool = False, partials: int = 2, rows: int = 16) -> KernelSpec:
+def merge_spec(head_dim: int, dtype: str, backward: bool = False, partials: int = 2) -> KernelSpec:
     """A merge kernel of some separate partials."""
-    constants = {"WIDE": False, "D": head_dim, "BLOCK_T": rows, "BLOCK_D": padded_width(head_dim)}
+    constants = {
+        "WIDE": False, "D": head_dim, "BLOCK_T": rows_per_program(head_dim), "BLOCK_D": padded_width(head_dim)
+    }  # fmt: skip
     data, logs = (f"*{dtype}",) * partials, ("*fp32",) * partials
     types: dict[str, Any] = {"OUTS": data, "DOUTS": data, "LSES": logs, "DLSES": logs}
     return _describe(merge_backward if backward else merge_forward, dtype, types, constants, {"num_warps": 4})
+
+
+def codec_spec(kernel: str, codec: Codec, dtype: str, hardware: bool = False) -> KernelSpec:
+    """One of CODEC_KERNELS on rows whose width is a multiple of the group; sums are in fp32 whatever the dtype.
+
+    `hardware`: with the target's own conversion, for the formats of HARDWARE_FORMATS.
+    """
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    if kernel == "encode":
+        fn, constants = fp8_encode, encode_constants(codec, 0, hardware)
+    elif kernel == "decode_sum_encode":
+        fn, constants = fp8_sum_encode, sum_constants(codec, 0, hardware)
+    else:
+        one = kernel == "decode"
+        dtype = dtype if one else "fp32"
+        fn, constants = fp8_decode, decode_constants(codec, 0, kinds[dtype], one) | {"WIDE": False}
+    constants |= {name: 1 for name in ("stride", "far_j") if name in fn.arg_names}
+    signature: dict[str, Any] = {}
+    attrs: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, name in enumerate(fn.arg_names):
+        pointer = _CODEC_POINTERS.get(name, f"*{dtype}" if name in ("X", "OUT") else "i32")
+        signature[name] = "constexpr" if name in constants else pointer
+        if signature[name].startswith("*") or name in _CODEC_MULTIPLES:
+            attrs[i,] = [["tt.divisibility", 16]]
+    return KernelSpec(fn, signature, constants, attrs, {"num_warps": WARPS, "enable_fp_fusion": False})
 
 
 def _describe(

@@ -74,13 +74,15 @@ TILES: dict[str, dict[tuple[Kernel, int, int], Tile]] = {
         ("dkdv", 2, 64): Tile(32, 64, 4, 2),
         ("dkdv", 2, 128): Tile(32, 64, 4, 2),
         ("dkdv", 2, 256): Tile(16, 64, 4, 2),
+        ("dq", 4, 256): Tile(16, 16, 4, 2),
     },
 }
 
-# fp32 products run on the plain units everywhere (input_precision "ieee"), so registers alone decide
+# fp32 products run on the plain units of NVIDIA's chips (input_precision "ieee"), so registers alone decide; TILES goes
+# before
 FP32_TILES: dict[tuple[Kernel, int], Tile] = {
-    ("fwd", 64): Tile(32, 16, 4, 2),
-    ("fwd", 128): Tile(16, 16, 8, 2),
+    ("fwd", 64): Tile(32, 32, 4, 2),
+    ("fwd", 128): Tile(32, 16, 8, 2),
     ("fwd", 256): Tile(16, 16, 8, 2),
     ("dq", 64): Tile(32, 16, 4, 2),
     ("dq", 128): Tile(16, 16, 8, 2),
@@ -91,20 +93,22 @@ FP32_TILES: dict[tuple[Kernel, int], Tile] = {
 }
 
 
-def choose_tile(kernel: Kernel, width: int, element_size: int, target: str, gaps: bool = False) -> Tile:
+def choose_tile(
+    kernel: Kernel, width: int, element_size: int, target: str, gaps: bool = False, capped: bool = False
+) -> Tile:
     """The tile of a kernel for a padded head width (16..256) and an element size in bytes on a target.
 
-    With `gaps` the tiles that stream through a loop are half as long, since pointers and tests take registers.
+    With `gaps` or `capped` the tiles that stream through a loop are half as long: pointers and tests, or the capped
+    logits, take registers.
 
     Widths between entries take the next wider entry. A target that is not in the table takes the nearest older one of
     its maker.
     """
     if target == "interpreter":
         return INTERPRETED
-    if element_size == 4:
-        return FP32_TILES[kernel, max(width, 64)]
-    tile = TILES[_nearest(target)][kernel, element_size, max(width, 64)]
-    if not gaps:
+    width = max(width, 64)
+    tile = TILES[_nearest(target)].get((kernel, element_size, width)) or FP32_TILES[kernel, width]
+    if element_size == 4 or not (gaps or capped):
         return tile
     if kernel == "dkdv":
         return replace(tile, block_m=max(16, tile.block_m // 2))

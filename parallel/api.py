@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.rounds import choose_rounds
 from parallel.ahead import Ahead
 from parallel.attention import Engine, planned_attention
+from parallel.auto import Resolved, resolve
 from parallel.bind import DTYPES, BoundPlan, token_index
 from parallel.comm import Recorder, TorchTransport, gather_uneven
 from parallel.executor import Options
@@ -30,7 +31,6 @@ from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import MeshSpec
 from parallel.plan.placement import Placement
 from parallel.plan.plan import Plan
-from parallel.plan.visibility import MaskSpec
 from parallel.pool import BufferPool
 from parallel.strategy import Strategy, load_strategy
 
@@ -75,7 +75,8 @@ class ContextParallel:
         self.recorder = Recorder()
         self.transport = TorchTransport(groups, self.rank)
         self._pools: dict[torch.device, BufferPool] = {}
-        self.plans: Ahead[Batch, dict[int | None, Plan]] = Ahead(self._plan)
+        self.plans: Ahead[Batch, Resolved] = Ahead(self._plan)
+        self.resolved: Resolved | None = None  # what the bound batch runs, and what auto weighed
         self._bound: dict[int | None, BoundPlan] = {}
         self._engine: Engine | None = None
         self._placement: Placement | None = None
@@ -98,7 +99,10 @@ class ContextParallel:
                 attention is sent.
         """
         device = torch.device(device)
-        plans = self.plans.get(Batch(layout, shape, tuple(windows), causal))
+        if not windows:
+            raise ValueError("windows is empty, so no plan would be made; give the window of each layer, None for none")
+        self.resolved = self.plans.get(Batch(layout, shape, tuple(windows), causal))
+        plans = self.resolved.plans
         self._agree(plans, device)
         self._bound = {window: BoundPlan(plan, self.rank, device) for window, plan in plans.items()}
         self._placement = next(iter(plans.values())).placement
@@ -113,12 +117,8 @@ class ContextParallel:
         """Begin to plan a batch that will be bound later, on a thread of its own."""
         self.plans.prepare(Batch(layout, shape, tuple(windows), causal))
 
-    def _plan(self, batch: "Batch") -> dict[int | None, Plan]:
-        placement = self.strategy.shard(batch.layout, self.mesh)
-        return {
-            window: self.strategy.plan(placement, batch.shape, MaskSpec(batch.causal, window), ranks=[self.rank])
-            for window in dict.fromkeys(batch.windows)
-        }
+    def _plan(self, batch: "Batch") -> Resolved:
+        return resolve(self.strategy, self.mesh, *batch, ranks=[self.rank])
 
     def _agree(self, plans: dict[int | None, Plan], device: torch.device) -> None:
         """Raise ValueError on every rank unless all have made the same plans. Always compared: a rank that skipped it
@@ -201,7 +201,8 @@ class ContextParallel:
 
     def work(self) -> float:
         """Allowed pairs that this rank computes in the bound batch, all windows, a head's pair counting 1 / H."""
-        return sum(float(bound.plan.work[0]) for bound in self._bound.values())
+        own = [(bound.plan, bound.programs["forward"]) for bound in self._bound.values()]
+        return sum(plan.work_of(program) / plan.shape.H for plan, program in own)
 
     def take_exposed(self) -> float:
         """Seconds that `bind` has waited for plans since the last call."""

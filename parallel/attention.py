@@ -52,6 +52,14 @@ def planned_attention(engine: Engine, bound: BoundPlan, q: Tensor, k: Tensor, v:
                 f"rank {bound.rank}: {name} is {tuple(x.shape)} {x.dtype}, and the plan is for {size} "
                 f"{bound.dtype(False)}; shard the inputs, and plan with their heads and dtype"
             )
+    sink = options.sink
+    if sink is not None and (
+        tuple(sink.shape) != (shape.H,) or not sink.is_floating_point() or sink.device != q.device
+    ):
+        raise ValueError(
+            f"sink must hold one floating logit for each of {shape.H} heads on {q.device}, not {tuple(sink.shape)} "
+            f"{sink.dtype} on {sink.device}"
+        )
     return _PlannedAttention.apply(q, k, v, options.sink, engine, bound, options)  # pyright: ignore[reportReturnType]
 
 

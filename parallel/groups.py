@@ -1,5 +1,6 @@
 """Process groups of a mesh, all made once at the start, in the same order on every rank."""
 
+import torch
 import torch.distributed as dist
 
 from parallel.plan.mesh import MeshSpec
@@ -18,18 +19,20 @@ GROUPS: dict[str, tuple[str, ...]] = {
 class Groups:
     """The groups of GROUPS that `rank` is in; None for a group of one, which communicates nothing.
 
-    Groups of the same ranks under two names stay two groups, so that traffic on one never waits for the other.
+    `device` is where the ranks compute. Groups of the same ranks under two names stay two groups, so that traffic
+    on one never waits for the other.
 
     Raises:
         ValueError: torch.distributed has another number of ranks than the mesh.
     """
 
-    def __init__(self, mesh: MeshSpec, rank: int) -> None:
+    def __init__(self, mesh: MeshSpec, rank: int, device: torch.device | str = "cpu") -> None:
         self.mesh, self.rank = mesh, rank
         self.cp_ranks = mesh.group_of(rank, *GROUPS["cp"])
         self._groups: dict[str, dist.ProcessGroup | None] = dict.fromkeys(GROUPS)
         if mesh.world == 1:
             return
+        warm = torch.zeros(1, device=device)
         if dist.get_world_size() != mesh.world:
             raise ValueError(f"torch.distributed has {dist.get_world_size()} ranks and the mesh {mesh.world}")
         for name, axes in GROUPS.items():
@@ -39,6 +42,9 @@ class Groups:
                     if rank in ranks:
                         assert isinstance(made, dist.ProcessGroup)
                         self._groups[name] = made
+                        # NCCL makes a communicator at its first use, which must be by all of its ranks; a batch of
+                        # messages is often not
+                        dist.all_reduce(warm, group=made)
 
     def get(self, name: str) -> dist.ProcessGroup | None:
         """The group called `name` (a key of GROUPS), or None if this rank is alone in it."""

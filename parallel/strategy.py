@@ -49,15 +49,27 @@ class Strategy:
     cp_inner: int | None = None  # null: the largest divisor of cp that divides the key heads and fits a node, or 1
     tp: int | None = None  # null: 1
     node_size: int = 8  # ranks that share a node's fast links
+    buffer_bytes: int | None = None  # auto: most bytes of temporary buffers on a rank; null: no limit
+
+    def __post_init__(self) -> None:
+        if isinstance(self.planner, dict):  # as plain data has it
+            self.planner = Planner(**self.planner)
 
     def validate(self) -> None:
         """Raise ValueError, one sentence, for values that no run could use, whatever the model and the world."""
         _choose("sharding", self.sharding, SHARDINGS)
-        _choose("exchange", self.exchange, ["none", *EXCHANGES])
+        _choose("exchange", self.exchange, ["none", "auto", *EXCHANGES])
         _choose("inner_exchange", self.inner_exchange, [None, *INNER_EXCHANGES])
         _choose("weights", self.weights, WEIGHTS)
         self.planner.validate()
-        if self.planner != Planner() and self.sharding != "whole_document":
+        if self.exchange == "auto":
+            self._validate_auto()
+        elif self.buffer_bytes is not None:
+            raise ValueError(
+                f"strategy.buffer_bytes={self.buffer_bytes} belongs to exchange=auto, and "
+                f"exchange={self.exchange} would ignore it; leave it out"
+            )
+        if self.planner != Planner() and self.sharding != "whole_document" and self.exchange != "auto":
             raise ValueError(
                 f"strategy.planner belongs to sharding=whole_document, and sharding={self.sharding} would ignore it; "
                 "leave it out"
@@ -78,6 +90,8 @@ class Strategy:
                 f"strategy.head_slices={self.head_slices} belongs to exchange=all_gather or compact_all_gather, and "
                 f"exchange={self.exchange} would ignore it; leave it out"
             )
+        if self.exchange == "none":
+            self._validate_local()
         if self.inner_exchange and self.exchange not in ("none", *_hierarchical()):
             raise ValueError(
                 f"inner_exchange={self.inner_exchange} does not combine with exchange={self.exchange}; use "
@@ -95,6 +109,28 @@ class Strategy:
                 f"{EXCHANGES[self.exchange].why_sharding}"
             )
 
+    def _validate_local(self) -> None:
+        """Without an exchange a sequence stays whole, and nothing reads these axes."""
+        plain = Strategy()
+        for axis in ("sharding", "inner_exchange", "batch_groups"):
+            if getattr(self, axis) != getattr(plain, axis):
+                raise ValueError(
+                    f"strategy.{axis}={getattr(self, axis)} splits a sequence, and exchange=none keeps it on one rank; "
+                    f"leave it out, or choose an exchange ({', '.join(EXCHANGES)})"
+                )
+
+    def _validate_auto(self) -> None:
+        """auto sets these axes itself, batch by batch."""
+        plain = Strategy()
+        for axis in ("sharding", "inner_exchange", "head_slices", "batch_groups", "cp_inner"):
+            if getattr(self, axis) not in (getattr(plain, axis), 1):
+                raise ValueError(
+                    f"strategy.{axis}={getattr(self, axis)} clashes with exchange=auto, which chooses it for each "
+                    "batch; leave it out, or name the preset that you want"
+                )
+        if self.buffer_bytes is not None and self.buffer_bytes < 0:
+            raise ValueError(f"strategy.buffer_bytes={self.buffer_bytes}; give 0 or more, or null for no limit")
+
     def mesh(self, world: int, heads: int, kv_heads: int) -> MeshSpec:
         """The mesh on `world` ranks, null axes filled in.
 
@@ -108,18 +144,18 @@ class Strategy:
             shown = " x ".join(f"{axis}={size}" for axis, size in given.items() if size not in (None, 1)) or "1"
             raise ValueError(f"{world} ranks do not divide by {shown} = {fixed}; change one of them")
         free = world // fixed
-        one_level = self.exchange == "none" or (self.exchange == "all_to_all" and given["cp_inner"] is not None)
-        if given["dp"] is None and (given["cp_outer"] is not None or one_level):
-            given["dp"], free = free, 1
-        if given["cp_inner"] is None:
+        if given["cp_inner"] is None:  # the inside first, then what is across, then replicas
             given["cp_inner"] = 1
             if self.exchange == "all_to_all":
-                given["cp_inner"], free = free, 1
+                given["cp_inner"] = free
             elif self.inner_exchange and self.exchange != "none":
-                given["cp_inner"] = self._inner_size(free * (given["cp_outer"] or 1), free, kv_heads)
-                free //= given["cp_inner"]
+                given["cp_inner"] = self._inner_size(free, kv_heads)
+            free //= given["cp_inner"]
         if given["cp_outer"] is None:
-            given["cp_outer"], free = (1, free) if self.exchange in ("none", "all_to_all") else (free, 1)
+            given["cp_outer"] = 1 if self.exchange in ("none", "all_to_all") else free
+            free //= given["cp_outer"]
+        if given["dp"] is None:
+            given["dp"], free = free, 1
         if free != 1:
             total, replicas = world // free, (given["dp"] or 1) * free
             raise ValueError(
@@ -130,12 +166,22 @@ class Strategy:
         self._check_mesh(mesh, heads)
         return mesh
 
-    def _inner_size(self, cp: int, free: int, kv_heads: int) -> int:
-        """The largest divisor of cp that divides the key heads and fits a node."""
-        limit = min(self.node_size, free)
-        return max(
-            n for n in range(1, limit + 1) if free % n == 0 and (self.inner_exchange == "ring" or kv_heads % n == 0)
-        )
+    def _inner_size(self, free: int, kv_heads: int) -> int:
+        """The most of `free` ranks that a node holds whole groups of and, for heads, that divide the key heads."""
+        sizes = [n for n in range(1, free + 1) if free % n == 0 and self.node_size % n == 0]
+        return max(n for n in sizes if self.inner_exchange == "ring" or kv_heads % n == 0)
+
+    def describe(self, mesh: MeshSpec, rows: int) -> str:
+        """The strategy on a mesh in words, for a micro-batch of `rows` rows: what null axes have become."""
+        if mesh.world == 1:
+            return self.name
+        text = f"{self.name}: dp {mesh.dp} x cp_outer {mesh.cp_outer} x cp_inner {mesh.cp_inner}"
+        if self.inner_exchange and 1 in (mesh.cp_outer, mesh.cp_inner):
+            text += " (one level)"
+        groups = 1 if self.exchange == "auto" else self.groups(rows, mesh.cp)
+        if groups > 1 or self.batch_groups == "auto":
+            text += f", {rows} rows on {groups} batch groups of {mesh.cp // groups} ranks"
+        return text
 
     def _check_mesh(self, mesh: MeshSpec, heads: int) -> None:
         if self.exchange == "none" and mesh.cp > 1:
@@ -221,6 +267,10 @@ class Strategy:
             ValueError: a combination that cannot work, with the numbers and a way out.
         """
         self.validate()
+        if self.exchange == "auto":
+            raise ValueError(
+                "exchange=auto plans through parallel.auto.resolve, which chooses a strategy for the batch"
+            )
         self._check_mesh(placement.mesh, shape.H)
         self.check_rows(placement.mesh, placement.layout.num_rows, shape.H)
         exchange = EXCHANGES.get(self.exchange)
@@ -243,8 +293,6 @@ def load_strategy(name: str, **overrides: Any) -> Strategy:
         if key not in fields:
             raise ValueError(f"strategy {name} has no axis {key!r}; choose among {', '.join(sorted(fields))}")
     chosen = {**values, **overrides}
-    if isinstance(chosen.get("planner"), dict):
-        chosen["planner"] = Planner(**chosen["planner"])
     strategy = Strategy(**chosen)
     strategy.validate()
     return strategy

@@ -28,6 +28,12 @@ class Schedule(enum.Enum):
     wsd = "wsd"
 
 
+class Task(enum.Enum):
+    train = "train"
+    plan = "plan"
+    explain = "explain"
+
+
 class Precision(enum.Enum):
     fp32 = "fp32"
     bf16 = "bf16"
@@ -98,6 +104,8 @@ class OptimConfig:
 class RunConfig:
     """One run: how long, where to, how often to look and to save."""
 
+    task: Task = Task.train  # plan: prove, print and draw the first batch's schedule; explain: what would be refused
+    lengths: list[int] | None = None  # task=plan: lengths of documents to plan instead of the first batch, in one row
     name: str = "run"  # the run folder is named <name>-<hash of the configuration>
     steps: int = 200  # optimiser steps: the schedule's horizon
     stop_at: int | None = None  # end this invocation after this step, saving; the schedule does not change
@@ -132,6 +140,11 @@ class RunConfig:
                 raise ConfigError(f"run.{key}={getattr(self, key)} must be {least} or more.")
         if self.stop_at is not None and not 1 <= self.stop_at <= self.steps:
             raise ConfigError(f"run.stop_at={self.stop_at} must lie between 1 and run.steps={self.steps}.")
+        if self.lengths is not None and (self.task is not Task.plan or min(self.lengths, default=0) < 1):
+            raise ConfigError(
+                f"run.lengths={list(self.lengths)} are documents, of 1 token or more, that run=plan draws, and this is "
+                f"run.task={self.task.value}; leave them out, or use run=plan."
+            )
         if rows % self.accumulate:
             raise ConfigError(
                 f"run.accumulate={self.accumulate} does not divide data.rows={rows}; choose a divisor of {rows}."
@@ -205,8 +218,11 @@ class Config:
 UNHASHED = {
     "nproc": None,
     "wandb": None,
-    "run": {"stop_at", "dir", "resume", "nonfinite", "eval_every", "save_every", "keep", "log_every", "timeout_s"},
-}
+    "run": {
+        "task", "lengths", "stop_at", "dir", "resume", "nonfinite", "eval_every", "save_every", "keep", "log_every",
+        "timeout_s",
+    },
+}  # fmt: skip
 
 
 def to_plain(config: Config) -> dict:

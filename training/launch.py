@@ -10,10 +10,14 @@ No torch here: a launcher's parent only watches, and what cannot run is refused 
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from training.config import Config, ConfigError
+from rich.console import Console
+
+from training.config import Config, ConfigError, Task
 from training.outcome import Outcome
 
 
@@ -31,6 +35,12 @@ def launch(config: Config) -> Outcome:
     """Check `config` against the ranks at hand and train on them; ConfigError before any work or process starts."""
     config.validate()
     given = given_place(os.environ)
+    if config.run.task is not Task.train:
+        if given is not None:
+            raise ConfigError(
+                f"run.task={config.run.task.value} starts no ranks; leave the launcher out, and set nproc."
+            )
+        return look(config)
     if given is not None and config.nproc is not None and config.nproc != given.world:
         raise ConfigError(
             f"nproc={config.nproc}, and the launcher gives {given.world} ranks (WORLD_SIZE, or Slurm's step); leave "
@@ -46,6 +56,19 @@ def launch(config: Config) -> Outcome:
     from training.rank import run_rank  # loads torch
 
     return run_rank(config, place)
+
+
+def look(config: Config) -> Outcome:
+    """Print and draw what `config` would do on `nproc` ranks (run=plan), or what it would be refused (run=explain)."""
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    if config.run.task is Task.plan:
+        from training.plan_view import show_plan  # loads matplotlib
+
+        return show_plan(config, console)
+    from training.explain import show_refusals
+
+    show_refusals(config, console)
+    return Outcome(0, None, Path())
 
 
 def given_place(environment: Mapping[str, str]) -> Place | None:

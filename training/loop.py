@@ -170,6 +170,7 @@ class Trainer:
             "train/lr": lr,
             "mem/peak_bytes": int(peaks.max()),
             "plan/imbalance": float(work.max() / work.mean()) if work.any() else 1.0,
+            **self.share.choice(),
             **({"plan/exposed_s": float(exposed.max())} if self.share.context else {}),
             **{name: int(sizes.sum()) for name, sizes in zip(list(figures)[2:], sent) if sizes.any()},
             **self._measures(batch, time.perf_counter() - began),
@@ -266,10 +267,13 @@ class Trainer:
         count = parameter_count(self.config.model)
         where = f"resuming after step {self.step}" if self.step else "starting"
         ranks = f"{self.team.world} x " if self.team.world > 1 else ""
+        mesh, config = self.team.mesh, self.config
+        rows = config.data.rows // (mesh.dp * config.run.accumulate)
+        how = f" ({config.strategy.describe(mesh, rows)})" if self.team.world > 1 else ""
         documents = self.loader.source.size
         corpus = "documents without end" if documents is None else f"{documents:,} documents"
         self.console.print(
-            f"{where}: {count.total:,} parameters on {ranks}{self.device}, {self.config.data.rows} rows of "
+            f"{where}: {count.total:,} parameters on {ranks}{self.device}{how}, {self.config.data.rows} rows of "
             f"{self.config.data.seq_len:,} tokens a step, {corpus}, to step {last}; {self.folder.path}",
             highlight=False,
             markup=False,

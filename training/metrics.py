@@ -23,6 +23,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "perf/model_tflops": ("TFLOP/s", "the model's FLOPs under the document mask over the step's time"),
     "perf/mfu": ("1", "perf/model_tflops over the device's dense bf16 peak, where it is known"),
     "mem/peak_bytes": ("bytes", "peak memory so far, most of all ranks: the device's allocator, on a CPU the process"),
+    "plan/choice": ("preset", "strategy=auto: the preset that the step's last batch ran"),
+    "plan/runner_up": ("preset", "strategy=auto: the preset that came second"),
+    "plan/predicted_s": ("s", "strategy=auto: predicted attention of all layers, forward and backward, of the choice"),
+    "plan/runner_up_s": ("s", "strategy=auto: the same of the preset that came second"),
     "plan/exposed_s": ("s", "time that the step waited for its plans, which are made while the step before it runs"),
     "plan/imbalance": ("1", "allowed pairs that attention covers on the busiest rank over the mean of ranks, forward"),
     "data/docs_per_row": ("documents", "documents in a packed row, mean"),
@@ -56,7 +60,7 @@ class MetricsFile:
         self._file = path.open("a", buffering=1)
         self._last = kept[-1]["step"] if kept else 0
 
-    def write(self, step: int, values: dict[str, float | int | None]) -> dict:
+    def write(self, step: int, values: dict[str, float | int | str | None]) -> dict:
         """Append the step's object and return it. A NaN or an infinity is written as null.
 
         Raises:

@@ -45,7 +45,7 @@ class Team:
         if world > 1:
             self._compare(config)
         self.mesh = config.check_ranks(world)
-        self.groups = Groups(self.mesh, rank)
+        self.groups = Groups(self.mesh, rank, self.device)
 
     @property
     def first(self) -> bool:

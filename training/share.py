@@ -15,6 +15,7 @@ from parallel.strategy import Strategy
 from training.config import Precision
 from training.rendezvous import Team
 
+AHEAD = 24  # micro-batches planned ahead, so that a step's and the next one's plans are all kept
 DTYPES = {torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -93,7 +94,7 @@ class Share:
     def prepare(self, batch: PackedBatch, accumulate: int, precision: Precision) -> None:
         """Begin to plan the exchanges of a batch that comes later, on a thread."""
         if self.context is not None:
-            for micro in self.micro_batches(batch, accumulate):
+            for micro in self.micro_batches(batch, accumulate)[:AHEAD]:
                 windows = tuple(self.model.config.layer_windows())
                 self.context.prepare(micro.layout, self._shape(precision), windows)
 
@@ -101,6 +102,18 @@ class Share:
         config = self.model.config
         dtype = "bf16" if precision is Precision.bf16 else DTYPES[next(self.model.parameters()).dtype]
         return AttentionShape(config.heads, config.kv_heads, config.head_dim, config.head_dim, dtype)
+
+    def choice(self) -> dict[str, float | str]:
+        """What strategy=auto chose for the last micro-batch, by metric; empty otherwise."""
+        resolved = self.context.resolved if self.context else None
+        if resolved is None or not resolved.seconds:
+            return {}
+        chosen: dict[str, float | str] = {"plan/choice": resolved.strategy.name}
+        chosen["plan/predicted_s"] = resolved.seconds[resolved.strategy.name]
+        if resolved.runner_up:
+            chosen["plan/runner_up"] = resolved.runner_up
+            chosen["plan/runner_up_s"] = resolved.seconds[resolved.runner_up]
+        return chosen
 
     def bad_documents(self, micro: PackedBatch, nll: Tensor) -> list[str]:
         """Names of the documents of which this rank holds a token of the last `part` with a loss that is not finite."""

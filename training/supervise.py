@@ -201,7 +201,7 @@ def _describe(failed: list[_Child], count: int, timeout_s: int) -> str:
         what = f"rank {shown[0].rank} of {count} {_end(shown[0].code)}"
     else:
         what = f"rank {silent} of {count} did not answer within run.timeout_s={timeout_s} s (its stack may be above)"
-    return f"{what}. The last checkpoint is usable: the same command goes on from it."
+    return f"{what}. The same command goes on from the last complete checkpoint, if one was saved, or starts anew."
 
 
 def _interrupted(child: _Child) -> bool:

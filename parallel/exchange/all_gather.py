@@ -10,6 +10,7 @@ and nothing of a document's last part.
 """
 
 import dataclasses
+from functools import cached_property
 
 import numpy as np
 
@@ -60,11 +61,15 @@ class _Gathered:
         self.blocks = [run for run, members in self._runs() if any(lane.sees(lane.me, b) for b in members)]
         self.reorders = self._pays_to_reorder(len(self.blocks))
 
-    @property
+    @cached_property
     def ordered(self) -> TokenSet:
         """The gathered tokens in the sequence's order."""
-        if not self.shared:
+        if self.lane.compact:
             return union(self.parts)
+        if self.lane.scene.windowed:
+            sight = self.lane.scene.sight
+            reach = TokenSet.of((0, sight.layout.total_tokens)).clip(sight.reach(self.lane.mine))
+            return union([reach, self.lane.mine.clip(sight.padding)])  # what is in a document sees itself
         kept = self.lane.dealt.kept
         if "ordered" not in kept:
             kept["ordered"] = union(self.parts)
@@ -94,6 +99,14 @@ class _Gathered:
         merging = blocks * lane.mine.count * query_heads * width * 2 * exact  # out forward, dq backward
         moving = self.tokens.count * key_heads * width * (2 * 2 * shape.item_bytes(False) + 2 * exact)
         return blocks > 1 and moving < merging
+
+
+def _gathered(lane: Lane) -> _Gathered:
+    """Made once for both directions."""
+    key = ("gathered", lane.me, lane.heads, lane.compact)
+    if key not in lane.dealt.kept:
+        lane.dealt.kept[key] = _Gathered(lane)
+    return lane.dealt.kept[key]
 
 
 def _gather(
@@ -126,7 +139,7 @@ def _return(
 
 
 def forward(w: Writer, lane: Lane) -> None:
-    slices, at, n = _slices(lane), _Gathered(lane), lane.names
+    slices, at, n = _slices(lane), _gathered(lane), lane.names
     pending = w.post(0, lane.comm, *_gather(w, lane, at, slices, 0))
     for index, heads in enumerate(slices):
         query_heads = _query_heads(lane, heads)
@@ -153,7 +166,7 @@ def _put_in_order(w: Writer, lane: Lane, at: _Gathered, index: int, heads: Heads
 
 
 def backward(w: Writer, lane: Lane) -> None:
-    slices, at = _slices(lane), _Gathered(lane)
+    slices, at = _slices(lane), _gathered(lane)
     pending = w.post(0, lane.comm, *_gather(w, lane, at, slices, 0))
     for index in range(len(slices) + 2):  # a slice's gradients come home two batches after its keys came here
         now = index < len(slices)

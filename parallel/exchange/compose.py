@@ -4,7 +4,9 @@ The exchange across runs in a lane (`lane.py`) and is written once, whatever is 
 over both levels.
 """
 
-from collections.abc import Iterable
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -49,8 +51,9 @@ class Composer:
             raise ValueError(f"ranks {wanted} are not all among the {size} ranks that share the sequence")
         forward: list[Program | None] = [None] * size
         backward: list[Program | None] = [None] * size
-        for rank in wanted:
-            forward[rank], backward[rank] = self._forward(rank), self._backward(rank)
+        with _uncollected(len(wanted) > 1):
+            for rank in wanted:
+                forward[rank], backward[rank] = self._forward(rank), self._backward(rank)
         claims = self.exchange is not None and self.exchange.sends_only_needed
         return Plan(
             self.axes, self.placement, self.scene.shape, self.scene.sight.mask, tuple(forward), tuple(backward), claims
@@ -131,6 +134,19 @@ class Composer:
         if group.repeats:
             group.sum_key_gradients(w, AFTER - 1, "grad_kv.heads", "grad_kv")
         w.free("grad_q.heads", "grad_kv.heads")
+
+
+@contextlib.contextmanager
+def _uncollected(pause: bool) -> Iterator[None]:
+    """Without garbage collection, which would walk all ranks' steps again and again and find no cycle among them."""
+    pause = pause and gc.isenabled()
+    if pause:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if pause:
+            gc.enable()
 
 
 def build_plan(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from parallel.plan.ir import AttentionShape, Heads, Message
 from parallel.plan.mesh import MeshSpec
-from parallel.plan.tokens import TokenSet
+from parallel.plan.tokens import EMPTY, TokenSet
 from parallel.plan.visibility import MaskSpec, Visibility
 from parallel.plan.writer import Writer
 
@@ -57,6 +57,8 @@ class Dealt:
         if not self.scene.windowed:
             return self.sets[keys]
         found = self.kept.get(("halo", queries, keys))
+        if found is None and not self.sees[queries, keys]:
+            found = self.kept["halo", queries, keys] = EMPTY
         if found is None:
             found = self.scene.sight.needed_keys(self.sets[queries], self.sets[keys])
             self.kept["halo", queries, keys] = found

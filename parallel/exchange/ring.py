@@ -14,7 +14,7 @@ import numpy as np
 
 from parallel.exchange.lane import Dealt, Exchange, Lane
 from parallel.plan.ir import Message, Wait
-from parallel.plan.tokens import EMPTY, TokenSet, join_spans
+from parallel.plan.tokens import EMPTY, EMPTY_SPANS, TokenSet, join_spans
 from parallel.plan.writer import Writer
 
 
@@ -29,7 +29,7 @@ class Route:
             [h for h in range(hops) if (lap or h) and dealt.sees[self.at(lap, h), home]] for lap in range(self.laps)
         ]
         self.last_lap = max((lap for lap in range(self.laps) if self.viewers[lap]), default=0)
-        self._carried: dict[tuple[int, int], TokenSet] = {}
+        self._carried: dict[int, list[TokenSet]] = {}  # of each lap, at each hop
 
     def at(self, lap: int, hop: int) -> int:
         outer, inner = divmod(self.home, self.hops)
@@ -43,17 +43,26 @@ class Route:
 
     def carried(self, lap: int, hop: int) -> TokenSet:
         """What of the block is sent to its place at (lap, hop): what is seen there or later on that way."""
-        tokens = self.dealt.sets[self.home]
         if not self.dealt.scene.windowed:
-            return tokens
-        found = self._carried.get((lap, hop))
-        if found is None:
-            later = [(lap, h) for h in self.viewers[lap] if h >= hop]
+            return self.dealt.sets[self.home]
+        if lap not in self._carried:
+            self._carried[lap] = self._needed(lap)
+        return self._carried[lap][hop]
+
+    def _needed(self, lap: int) -> list[TokenSet]:
+        """What is still needed from each hop of a lap on; from its start also what later laps need."""
+        block, sight = self.dealt.sets[self.home], self.dealt.scene.sight
+        most = int(sight.segments(block).size.sum())  # padding is never needed
+        spans, needed, found = EMPTY_SPANS, EMPTY, [EMPTY] * self.hops
+        for hop in range(self.hops - 1, -1, -1):
+            seen = [(lap, hop)] if hop in self.viewers[lap] else []
             if hop == 0:
-                later += [(other, h) for other in range(lap + 1, self.laps) for h in self.viewers[other]]
-            spans = [self.dealt.scene.sight.reach(self.dealt.sets[self.at(*place)]) for place in later]
-            found = tokens.clip(join_spans(np.concatenate(spans))) if spans else EMPTY
-            self._carried[lap, hop] = found
+                seen += [(other, h) for other in range(lap + 1, self.laps) for h in self.viewers[other]]
+            for place in seen:
+                if needed.count < most:
+                    spans = join_spans(np.concatenate([spans, sight.reach(self.dealt.sets[self.at(*place)])]))
+                    needed = block.clip(spans)
+            found[hop] = needed
         return found
 
 

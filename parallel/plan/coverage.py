@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel.plan.ir import Heads
-from parallel.plan.tokens import TokenSet
+from parallel.plan.tokens import TokenSet, join_spans
 from parallel.plan.visibility import Visibility
 
 
@@ -26,7 +26,8 @@ def covered(tokens: TokenSet, heads: Heads, parts: Iterable[tuple[TokenSet, Head
     parts = list(parts)
     if any(h[0] <= heads[0] and heads[1] <= h[1] and inside(tokens, p) for p, h in parts):
         return True
-    for head in range(heads[0], heads[1]):
+    cuts = {edge for _, part in parts for edge in part if heads[0] < edge < heads[1]}
+    for head in (heads[0], *cuts):
         held = [p for p, h in parts if h[0] <= head < h[1]]
         if not held or not inside(tokens, TokenSet.concatenate(held)):
             return False
@@ -36,14 +37,27 @@ def covered(tokens: TokenSet, heads: Heads, parts: Iterable[tuple[TokenSet, Head
 @lru_cache(4096)
 def inside(tokens: TokenSet, held: TokenSet) -> bool:
     """Whether all of `tokens` are among `held`."""
-    return tokens == held or bool(np.isin(tokens.expand(), held.expand()).all())
+    if tokens == held:
+        return True
+    if _plain(held):
+        return tokens.clip(join_spans(held.ranges[:, :2])).count == tokens.count
+    return bool(np.isin(tokens.expand(), held.expand()).all())
 
 
 @lru_cache(4096)
 def common(a: TokenSet, b: TokenSet) -> TokenSet:
-    """The tokens that lie in both."""
+    """The tokens that lie in both, in the sequence's order."""
+    if _plain(b) or _plain(a):
+        cut, by = (a, b) if _plain(b) else (b, a)
+        ranges = cut.clip(join_spans(by.ranges[:, :2])).ranges
+        return TokenSet.from_array(ranges[np.argsort(ranges[:, 0], kind="stable")])
     both = np.intersect1d(a.expand(), b.expand(), assume_unique=True)
     return TokenSet.from_array(np.stack([both, both + 1, np.ones_like(both)], 1))
+
+
+def _plain(tokens: TokenSet) -> bool:
+    """Runs of consecutive tokens alone: its ranges are spans."""
+    return bool((tokens.ranges[:, 2] == 1).all())
 
 
 def meets(tokens: TokenSet, heads: Heads, parts: list[tuple[TokenSet, Heads]]) -> bool:
@@ -77,7 +91,8 @@ def coverage_fault(
 ) -> str | None:
     """Why the blocks do not cover each allowed pair of `own` once, or None."""
     total = sight.layout.total_tokens
-    # each query head on its own; tokens that the same blocks touch are checked together
+    # each query head on its own, unless the same blocks touch it; tokens that the same blocks touch together
+    checked: set[tuple[int, ...]] = set()
     for query_head in range(heads[0], heads[1]) if of_queries else range(heads[0] * group, heads[1] * group):
         held_head = query_head if of_queries else query_head // group
         chosen = [
@@ -85,17 +100,28 @@ def coverage_fault(
             for block, held, part in blocks
             if part[0] <= held_head < part[1] and block.heads[0] <= query_head < block.heads[1]
         ]
+        same = tuple(id(part) for pair in chosen for part in pair)
+        if same in checked:
+            continue
+        checked.add(same)
         for tokens, family in _families(own, [held for _, held in chosen], total):
-            count = np.zeros(total, np.int32)
-            for index in family:
-                block = chosen[index][0]
-                other = block.k_tokens if of_queries else block.q_tokens
-                for start, stop, stride in other.ranges.tolist():
-                    count[start:stop:stride] += 1
+            blocks_here = [chosen[index][0] for index in family]
+            count = _counted([b.k_tokens if of_queries else b.q_tokens for b in blocks_here], total)
             fault = _count_fault(sight, tokens, count, of_queries)
             if fault:
                 return f"head {query_head}: {fault}"
     return None
+
+
+def _counted(sets: list[TokenSet], total: int) -> NDArray[np.int64]:
+    """[total]: how many of the sets hold each token."""
+    ranges = np.concatenate([np.zeros((0, 3), np.int64), *(tokens.ranges for tokens in sets)])
+    runs = ranges[ranges[:, 2] == 1]
+    edges = np.bincount(runs[:, 0], minlength=total + 1) - np.bincount(runs[:, 1], minlength=total + 1)
+    count = np.cumsum(edges)[:total]
+    for start, stop, stride in ranges[ranges[:, 2] > 1].tolist():
+        count[start:stop:stride] += 1
+    return count
 
 
 def _families(own: TokenSet, held: list[TokenSet], total: int) -> list[tuple[TokenSet, list[int]]]:
@@ -115,11 +141,10 @@ def _families(own: TokenSet, held: list[TokenSet], total: int) -> list[tuple[Tok
     return parts
 
 
-def _count_fault(sight: Visibility, tokens: TokenSet, count: NDArray[np.int32], of_queries: bool) -> str | None:
-    for first, stop in sight.reach(tokens, as_queries=of_queries).tolist():
-        wrong = np.flatnonzero(count[first:stop] != 1)
-        if wrong.size:
-            other = first + int(wrong[0])
-            sides = ("queries", "key") if of_queries else ("keys", "query")
-            return f"{sides[0]} {tokens} meet {sides[1]} {other} {count[other]} times"
-    return None
+def _count_fault(sight: Visibility, tokens: TokenSet, count: NDArray[np.int64], of_queries: bool) -> str | None:
+    wrong = TokenSet.of((0, len(count))).clip(sight.reach(tokens, as_queries=of_queries)).expand()
+    wrong = wrong[count[wrong] != 1]
+    if wrong.size == 0:
+        return None
+    sides = ("queries", "key") if of_queries else ("keys", "query")
+    return f"{sides[0]} {tokens} meet {sides[1]} {wrong[0]} {count[wrong[0]]} times"

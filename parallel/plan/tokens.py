@@ -144,6 +144,7 @@ class TokenSet:
 
 
 EMPTY = TokenSet(np.zeros((0, 3), np.int64))
+EMPTY_SPANS: Spans = np.zeros((0, 2), np.int64)
 
 
 def join_spans(spans: Spans) -> Spans:

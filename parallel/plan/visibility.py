@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel.plan.layout import PackedLayout
-from parallel.plan.tokens import Spans, TokenSet, join_spans
+from parallel.plan.tokens import EMPTY, Spans, TokenSet, join_spans
 
 Ints = NDArray[np.int64]
 UNBOUNDED = 2**40  # a reach longer than any sequence
@@ -76,6 +76,14 @@ class Visibility:
         spans = np.stack([self.layout.starts, self.layout.stops], 1)
         return TokenSet.of((0, self.layout.total_tokens)).clip(join_spans(spans))
 
+    @cached_property
+    def padding(self) -> Spans:
+        """What no document holds, as ascending spans."""
+        held = self.documents.ranges
+        ends = np.zeros(1, np.int64), np.array([self.layout.total_tokens])
+        gaps = np.stack([np.concatenate([ends[0], held[:, 1]]), np.concatenate([held[:, 0], ends[1]])], 1)
+        return gaps[gaps[:, 1] > gaps[:, 0]]
+
     def segments(self, tokens: TokenSet) -> Segments:
         """`tokens` cut at the documents' ends, padding left out; in the set's order."""
         found = self._segments.get(tokens.key)
@@ -120,7 +128,7 @@ class Visibility:
     def any_of(self, queries: Sequence[TokenSet], keys: Sequence[TokenSet]) -> NDArray[np.bool_]:
         """[queries, keys]: `any` of each pair of ascending sets."""
         if self.mask.window is not None or not self.mask.causal:
-            return np.array([[self.any(q, k) for k in keys] for q in queries], bool).reshape(len(queries), len(keys))
+            return self._any_in_reach(queries, keys)
         first = np.full((len(keys), self.layout.num_documents), UNBOUNDED)
         last = np.full((len(queries), self.layout.num_documents), -1)
         for row, tokens in enumerate(keys):
@@ -130,6 +138,25 @@ class Visibility:
             document, _, stop = self._document_edges(tokens)
             last[row, document] = stop
         return np.array([(first <= row).any(1) for row in last], bool).reshape(len(queries), len(keys))
+
+    def _any_in_reach(self, queries: Sequence[TokenSet], keys: Sequence[TokenSet]) -> NDArray[np.bool_]:
+        """`any_of` under any mask: every range of every set of keys held against a set of queries' reach at once."""
+        start, stop, stride = np.concatenate([EMPTY.ranges, *(k.ranges for k in keys)]).T
+        owner = np.repeat(np.arange(len(keys)), [len(k.ranges) for k in keys])
+        seen = np.zeros((len(queries), len(keys)), bool)
+        for row, tokens in enumerate(queries):
+            spans = self.reach(tokens)
+            if len(spans) == 0:
+                continue
+            low = np.searchsorted(spans[:, 1], start, side="right")  # the first span that ends after the range's start
+            at = low.clip(max=len(spans) - 1)
+            meets = (low < len(spans)) & (spans[at, 0] < stop)
+            first = start + np.maximum(spans[at, 0] - start + stride - 1, 0) // stride * stride
+            sure = meets & (first < np.minimum(stop, spans[at, 1]))
+            seen[row, owner[sure]] = True
+            for column in np.unique(owner[meets & ~sure]).tolist():  # a stride may step over its first span
+                seen[row, column] = seen[row, column] or keys[column].clip(spans).count > 0
+        return seen
 
     def _document_edges(self, tokens: TokenSet) -> tuple[Ints, Ints, Ints]:
         """(documents, first token in each, last token in each) of an ascending set."""

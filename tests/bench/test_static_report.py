@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.kernels import main
 from bench.measure import KernelReport, LoopReport, Tile
 from bench.targets import TARGETS, occupancy
 
@@ -113,3 +114,25 @@ def test_occupancy(target: str, registers: int, shared: int, warps: int, blocks:
 def test_occupancy_counts_tensor_memory_in_powers_of_two():
     target = TARGETS["sm_100"]
     assert [occupancy(target, 32, 0, 4, columns)[0] for columns in (0, 100, 256, 257, 544)] == [16, 4, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--static", "--head-dims", "300"], "head dims lie in 1..256, not '300'"),
+        (["--gpu", "--jobs", "2"], "--jobs is for --static"),
+        (["--gpu", "--head-dims", "64"], "--head-dims is for --static"),
+        (["--static", "--gpu"], "not allowed with argument"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_unknown_options_of_a_launch_are_refused():
+    from bench.cases import attention_case
+
+    with pytest.raises(ValueError, match="'causal' is no option of a launch; use one of add, capped, gaps, sink"):
+        attention_case("fwd", 64, "bf16", "sm_90", ("causal",))

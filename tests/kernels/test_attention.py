@@ -112,6 +112,7 @@ def test_exact(backend: str, layout: Layout, option: dict[str, Any]) -> None:
 
 
 @pytest.mark.deep
+@pytest.mark.timeout(2400)
 @every_backend
 @settings(max_examples=300 if INTERPRETED else 1500, suppress_health_check=[HealthCheck.too_slow])
 @given(layout=layouts(), option=options)
@@ -308,3 +309,27 @@ def test_bad_sinks_and_fractional_boundaries_are_refused() -> None:
         IntervalMask.from_documents([0], [1.9], 4)
     with pytest.raises(TypeError):
         IntervalMask.from_cu_seqlens([0, 4], window=2.5)
+
+
+@every_backend
+def test_flat_inputs_may_be_columns(backend: str) -> None:
+    """A sink and a mask's ends that are columns of wider tensors, or one value expanded: strides other than 1."""
+    mask = IntervalMask.from_cu_seqlens([0, 9, 40])
+    q, k, v = torch.randn(3, 40, 3, 8).unbind(0)
+    ends = torch.stack([mask.k_start, mask.k_end], 1)
+    columns = IntervalMask.from_rows(ends[:, 0], ends[:, 1], 40)
+    for sink in (torch.randn(3, 2)[:, 0], torch.tensor(0.7).expand(3)):
+        got = attention(q, k, v, columns, sink=sink, backend=backend)
+        want = attention(q, k, v, mask, sink=sink.contiguous(), backend="reference")
+        torch.testing.assert_close(got, want)
+
+
+@every_backend
+def test_a_nan_query_shows_in_both_results(backend: str) -> None:
+    """An lse that calls such a row empty would let the next merge drop it without a word."""
+    mask = IntervalMask.from_cu_seqlens([0, 9, 40])
+    q, k, v = torch.randn(3, 40, 2, 8).unbind(0)
+    q[20, 1] = float("nan")
+    out, lse = attention(q, k, v, mask, backend=backend)
+    assert bool(out[20, 1].isnan().all() and lse[1, 20].isnan())
+    assert int(out.isnan().any(-1).sum()) == int(lse.isnan().sum()) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -70,6 +72,17 @@ def test_every_width_and_type_has_a_tile() -> None:
                     tile = choose_tile(kernel, padded_width(width), size, target)
                     assert min(tile.block_m, tile.block_n) >= 16
                     assert tile.stages >= 2
+
+
+def test_streamed_side_is_half_as_long_with_gaps_or_a_cap() -> None:
+    """Once, not for each of them; fp32 tiles are at their least already."""
+    for target in TILES:
+        for kernel in ("fwd", "dq", "dkdv"):
+            plain = choose_tile(kernel, 128, 2, target)
+            shorter = {choose_tile(kernel, 128, 2, target, *on) for on in ((True, False), (False, True), (True, True))}
+            side = "block_m" if kernel == "dkdv" else "block_n"
+            assert shorter == {replace(plain, **{side: max(16, getattr(plain, side) // 2)})}
+            assert choose_tile(kernel, 128, 4, target, True, True) == choose_tile(kernel, 128, 4, target)
 
 
 def test_gaps() -> None:

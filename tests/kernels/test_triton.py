@@ -22,6 +22,7 @@ PARTS = {
     "accumulating": ["tests/kernels/test_triton_rounds.py"],
     "rounds": ["tests/kernels/test_rounds.py", "-k", "triton"],
     "merge": ["tests/kernels/test_triton_merge.py"],
+    "codec": ["tests/kernels/test_fp8.py", "-k", "triton"],
 }
 
 
@@ -46,6 +47,5 @@ def test_in_the_interpreter(part: str) -> None:
 @pytest.mark.timeout(3000)
 def test_in_the_interpreter_deep() -> None:
     """The long tests of those files."""
-    run_interpreted(
-        ["tests/kernels/test_attention.py", "tests/kernels/test_triton_rounds.py", "-k", "triton", "-m", "deep"]
-    )
+    files = ["tests/kernels/test_attention.py", "tests/kernels/test_triton_rounds.py", "tests/kernels/test_fp8.py"]
+    run_interpreted([*files, "-k", "triton", "-m", "deep"])

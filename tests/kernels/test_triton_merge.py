@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.combine import merge
+from kernels.combine import merge, merge_into
 from kernels.runtime import interpreted
 
 if not interpreted():
@@ -113,3 +114,25 @@ def test_nothing_is_written_outside() -> None:
     merge_into_triton(out, lse, out.clone(), lse.clone())
     assert bool((buffer[17 * 3 * 5 :] == 7).all() and (lses[3 * 17 :] == 7).all())
     torch.testing.assert_close(lse, torch.full((3, 17), 7 + math.log(2)))
+
+
+@pytest.mark.parametrize("where", ["out", "lse"])
+def test_a_nan_is_not_dropped(where: str) -> None:
+    """In a partial that counts it reaches the result and the gradients; rows beside it stay whole."""
+    outs, lses = torch.randn(2, 20, 2, 5), torch.randn(2, 2, 20)
+    (outs[1, 3, 0] if where == "out" else lses[1, 0, 3:4]).fill_(math.nan)
+    given = [x.requires_grad_() for x in (outs, lses)]
+    out, lse = merge_triton(*(list(x.unbind(0)) for x in given))
+    assert bool(out[3, 0].isnan().all())
+    assert bool(lse[0, 3].isnan()) == (where == "lse")
+    assert int(out.isnan().any(-1).sum()) == 1
+    grads = torch.autograd.grad((out, lse), given, (torch.ones_like(out), torch.ones_like(lse)))
+    assert bool(grads[1][1, 0, 3].isnan())
+    assert int(grads[1].isnan().any(0).sum()) == 1
+
+
+def test_in_place_refuses_other_shapes() -> None:
+    """A shorter partial would be read beyond its end."""
+    out, lse = torch.zeros(5, 2, 8), torch.zeros(2, 5)
+    with pytest.raises(ValueError, match=r"the partial \(3, 2, 8\)"):
+        inspect.unwrap(merge_into)(out, lse, torch.zeros(3, 2, 8), torch.zeros(2, 3))  # without the tests' own checks

@@ -57,26 +57,29 @@ def blocks(T: int, cuts: list[int]) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_rounds_accumulate(dtype: torch.dtype, softcap: float | None) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "widths"),
+    [*((dtype, cap, (16, 16)) for dtype in DTYPES for cap in (None, 3.0)), (torch.bfloat16, None, (200, 130)),
+     (torch.float32, None, (65, 256))],
+)  # fmt: skip
+def test_rounds_accumulate(dtype: torch.dtype, softcap: float | None, widths: tuple[int, int]) -> None:
     """Blocks of keys, one after the other, into the same fp32 buffers: the result and gradients of the whole.
 
     The buffers begin as (NaN, -inf): where no key was seen yet, out may hold anything.
     """
     sizes = [50, 3, 40]
     cu = cumulative(sizes)
-    case = make_case(document_pairs(sizes), (4, 2), (16, 16), dtype, softcap=softcap)
+    case = make_case(document_pairs(sizes), (4, 2), widths, dtype, softcap=softcap)
     q, k, v, scale = case.q, case.k, case.v, case.scale
     rounds = []
     for a, b in blocks(93, [20, 51, 60]):
         mask = IntervalMask.from_positions(list(range(93)), list(range(a, b)), cu[:-1], cu[1:])
         rounds.append((slice(a, b), mask))
-    out, lse = torch.full((93, 4, 16), math.nan), torch.full((4, 93), -math.inf)
+    out, lse = torch.full((93, 4, widths[1]), math.nan), torch.full((4, 93), -math.inf)
     for part, mask in rounds:
         forward_into(q, k[part], v[part], mask, out, lse, scale, softcap, add=True)
     delta, lse2 = delta_of(out, case.dout, lse, case.dlse, 93)
-    dq, dk, dv = torch.zeros(93, 4, 16), torch.zeros(93, 2, 16), torch.zeros(93, 2, 16)
+    dq, dk, dv = torch.zeros(93, 4, widths[0]), torch.zeros(93, 2, widths[0]), torch.zeros(93, 2, widths[1])
     for part, mask in rounds:
         backward_into(
             q, k[part], v[part], case.dout, delta, lse2, mask, dq, dk[part], dv[part], scale, softcap, add=True
@@ -105,6 +108,34 @@ def test_accumulating_refuses() -> None:
         forward_into(x, x, x, mask, x.half(), torch.zeros(1, 4), 1.0, add=True)
     with pytest.raises(ValueError, match="no sink"):
         forward_into(x, x, x, mask, x.clone(), torch.zeros(1, 4), 1.0, sink=torch.zeros(1), add=True)
+
+
+def test_rounds_in_any_order_agree() -> None:
+    """Backwards and shuffled, bands of keys that leave some queries without any in between."""
+    case = make_case(document_pairs([70]), (2, 1), (16, 16), torch.float32, dlse=False)
+    rounds = [
+        (slice(a, b), IntervalMask.from_positions(list(range(70)), list(range(a, b)), [0], [70]))
+        for a, b in blocks(70, [5, 31, 64])
+    ]
+    want = expected(case)
+    for order in ([3, 2, 1, 0], [2, 0, 3, 1]):
+        out, lse = torch.full((70, 2, 16), math.nan), torch.full((2, 70), -math.inf)
+        for part, mask in (rounds[i] for i in order):
+            forward_into(case.q, case.k[part], case.v[part], mask, out, lse, case.scale, add=True)
+        assert error(out, want["out"]) < 1e-5
+        assert error(lse, want["lse"]) < 1e-5
+
+
+def test_buffers_that_do_not_fit_are_refused() -> None:
+    """Elements apart in the last dim would be read as neighbours; half-precision sums would lose digits each round."""
+    mask, x = IntervalMask.from_cu_seqlens([0, 4]), torch.zeros(4, 1, 8)
+    apart, rows = torch.zeros(4, 1, 16)[..., ::2], torch.zeros(1, 16)
+    with pytest.raises(ValueError, match="k has stride 2 in its last dim and the kernels need 1; copy it"):
+        forward_into(x, apart, x, mask, x.clone(), torch.zeros(1, 4), 1.0)
+    with pytest.raises(ValueError, match="dout has stride 2"):
+        delta_of(x, apart, torch.zeros(1, 4), None, 4)
+    with pytest.raises(ValueError, match=r"fp32 gradients, but there are some in torch\.float16"):
+        backward_into(x, x, x, x, rows, rows, mask, x.half(), None, None, 1.0, add=True)
 
 
 @pytest.mark.parametrize("wide", ["q", "k", "v", "dout"])

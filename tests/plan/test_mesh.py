@@ -66,6 +66,10 @@ def test_given_axes_are_kept():
     assert load_strategy("ring", dp=2).mesh(8, 4, 4).sizes == (1, 2, 4, 1, 1)
     assert load_strategy("ring", cp_outer=2).mesh(8, 4, 4).sizes == (1, 4, 2, 1, 1)
     assert load_strategy("usp", cp_inner=2).mesh(8, 4, 4).sizes == (1, 1, 4, 2, 1)
+    assert load_strategy("usp", cp_outer=2).mesh(4, 32, 8).sizes == (1, 1, 2, 2, 1)  # the inside first, then replicas
+    assert load_strategy("double_ring", cp_outer=2).mesh(8, 32, 8).sizes == (1, 1, 2, 4, 1)
+    assert load_strategy("hsap").mesh(12, 12, 6).sizes == (1, 1, 6, 2, 1)  # groups of 6 would straddle nodes of 8
+    assert load_strategy("double_ring", node_size=4).mesh(6, 4, 4).sizes == (1, 1, 3, 2, 1)
     assert load_strategy("ulysses", dp=2).mesh(8, 4, 4).sizes == (1, 2, 1, 4, 1)
     assert load_strategy("ulysses", cp_inner=2).mesh(8, 4, 4).sizes == (1, 4, 1, 2, 1)
 
@@ -84,6 +88,8 @@ def test_given_axes_are_kept():
         ("ring", {"head_slices": 2}, 4, "all_gather"),
         ("distflash", {"sharding": "zigzag"}, 4, "contiguous"),
         ("llama3", {"inner_exchange": "ring"}, 4, "laps"),
+        ("local", {"sharding": "zigzag"}, 1, "keeps it on one rank"),
+        ("local", {"batch_groups": "auto"}, 1, "keeps it on one rank"),
         ("ring", {"sharding": "spiral"}, 4, "'spiral' is unknown"),
         ("ring", {"exchange": "rings"}, 4, "'rings' is unknown"),
         ("ring", {"weights": "shared"}, 4, "'shared' is unknown"),

@@ -105,7 +105,8 @@ def test_imbalance_of_four_documents_on_four_ranks():
     """Global zigzag can be worse than contiguous; per document is even."""
     layout = PackedLayout.from_lengths([40, 8, 8, 8])
     sight, found = Visibility(layout, MaskSpec()), {}
-    for name, sharding in SHARDINGS.items():
+    for name in ("contiguous", "zigzag", "striped", "per_document"):
+        sharding = SHARDINGS[name]
         work = [sight.work(unit) for unit in sharding(layout, 4)]
         found[name] = round(max(work) / (sum(work) / 4), 2)
     assert found == {"contiguous": 1.69, "zigzag": 2.24, "striped": 1.1, "per_document": 1.0}

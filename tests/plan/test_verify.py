@@ -31,7 +31,8 @@ from parallel.plan.visibility import MaskSpec
 from parallel.strategy import load_strategy, preset_names
 
 LAYOUT = PackedLayout.from_lengths([13, 2, 17], rows=[2, 1], row_length=18)
-NAMES = [name for name in preset_names() if name != "local"]
+GATHERS = ("llama3", "per_document", "flashcp")
+NAMES = [name for name in preset_names() if name not in ("local", "auto")]
 
 
 def make(name: str = "zigzag_ring", layout: PackedLayout = LAYOUT) -> Plan:
@@ -49,7 +50,7 @@ def changed(plan: Plan, rank: int, direction: str, change: Callable[[list[Step]]
     return dataclasses.replace(plan, **{direction: tuple(programs)})
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", ["local", *NAMES])
 def test_plans_verify(name: str):
     verify(make(name) if name != "local" else _local())
 
@@ -64,8 +65,10 @@ def _local() -> Plan:
 def test_any_lost_step_is_found(name: str, direction: str, rank: int, data: st.DataObject):
     plan = make(name)
     steps = getattr(plan, direction)[rank].steps
-    assume(steps)
-    at = data.draw(st.integers(0, len(steps) - 1))
+    # a gather's useless blocks return zeros, which may as well not be added
+    places = [i for i, step in enumerate(steps) if not (name in GATHERS and isinstance(step, Add))]
+    assume(places)
+    at = data.draw(st.sampled_from(places))
     with pytest.raises(PlanError):
         verify(changed(plan, rank, direction, lambda steps: steps[:at] + steps[at + 1 :]))
 
@@ -76,7 +79,7 @@ def test_any_doubled_step_is_found(name: str, direction: str, rank: int, data: s
     plan = make(name)
     steps = getattr(plan, direction)[rank].steps
     # copying twice gives no other numbers, nor do the same stats, nor the zeros that a gather's useless blocks return
-    harmless = (Copy, Stats, Add) if name in ("llama3", "per_document") else (Copy, Stats)
+    harmless = (Copy, Stats, Add) if name in GATHERS else (Copy, Stats)
     places = [i for i, step in enumerate(steps) if not isinstance(step, harmless)]
     assume(places)
     at = data.draw(st.sampled_from(places))

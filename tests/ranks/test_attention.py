@@ -7,10 +7,10 @@ from torch import Tensor
 
 from kernels.api import IntervalMask, attention
 from parallel.api import ContextParallel
+from parallel.auto import resolve
 from parallel.groups import Groups
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout
-from parallel.plan.visibility import MaskSpec
 from parallel.strategy import Strategy, load_strategy, preset_names
 from tests.ranks.pool import RankPool
 
@@ -48,8 +48,7 @@ def attend(strategy: Strategy, shape: AttentionShape, windows: tuple[int | None,
         found = {"dq": q.grad, "dk": k.grad, "dv": v.grad, "out": sum(outs)}
         results.append({name: cp.unshard(x) for name, x in found.items()} | {"dsink": dsink})
         planned = {}
-        for window in windows:
-            plan = strategy.plan(strategy.shard(batch, mesh), shape, MaskSpec(window=window), ranks=[cp.rank])
+        for plan in resolve(strategy, mesh, batch, shape, windows, ranks=[cp.rank]).plans.values():
             for traffic, table in plan.bytes.items():
                 for peer, size in enumerate(table[cp.rank].tolist()):
                     key = f"{traffic}/{mesh.link(cp.rank, peer)}"

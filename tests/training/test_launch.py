@@ -134,7 +134,7 @@ def run_two(config: Config, marker: Path, deed: str) -> None:
 
 
 DRILLS = {
-    "raises": ("raise RuntimeError('boom')", r"rank 1 of 2 failed: RuntimeError: boom\. The last checkpoint is usable"),
+    "raises": ("raise RuntimeError('boom')", r"rank 1 of 2 failed: RuntimeError: boom\. The same command goes on"),
     "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 of 2 was killed by SIGKILL"),
     "exits with 0": ("os._exit(0)", "rank 1 of 2 left early with exit code 0"),
     "leaves with 0": ("sys.exit(0)", "rank 1 of 2 failed: SystemExit: 0"),

@@ -1,0 +1,109 @@
+"""strategy=auto: for each batch, plan every preset that fits, price the plans on a named cluster, take the cheapest.
+
+Prices are those of `parallel.plan.predict`, of a layer's attention forward and backward, summed over the layers. The
+choice is a function of the batch and the constants alone, so every rank comes to the same one.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from parallel.plan.cost import load_cluster
+from parallel.plan.ir import AttentionShape
+from parallel.plan.layout import PackedLayout
+from parallel.plan.mesh import MeshSpec
+from parallel.plan.plan import Plan
+from parallel.plan.predict import predict_plan
+from parallel.plan.visibility import MaskSpec
+from parallel.strategy import Strategy, load_strategy, preset_names
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a batch runs: a strategy, its mesh and its plans by window; for auto also the prices.
+
+    Attributes:
+        seconds: candidate -> predicted seconds of attention in all layers, cheapest first; empty unless auto chose.
+    """
+
+    strategy: Strategy
+    mesh: MeshSpec
+    plans: dict[int | None, Plan]
+    seconds: dict[str, float]
+
+    @property
+    def runner_up(self) -> str | None:
+        """The second cheapest candidate."""
+        return list(self.seconds)[1] if len(self.seconds) > 1 else None
+
+
+def resolve(
+    strategy: Strategy,
+    mesh: MeshSpec,
+    layout: PackedLayout,
+    shape: AttentionShape,
+    windows: Sequence[int | None] = (None,),
+    causal: bool = True,
+    ranks: list[int] | None = None,
+) -> Resolved:
+    """The plans of a batch, one for each distinct window among the layers' `windows`.
+
+    Under exchange=auto every candidate is planned for all ranks, and `ranks` is not looked at.
+
+    Raises:
+        ValueError: what the strategy refuses; for auto, that no candidate fits, with each one's reason.
+    """
+    if strategy.exchange != "auto":
+        return Resolved(strategy, mesh, _plans(strategy, mesh, layout, shape, windows, causal, ranks), {})
+    cluster, counts = load_cluster(strategy.planner.cluster), Counter(windows)
+    found: list[tuple[float, str, Strategy, MeshSpec, dict[int | None, Plan]]] = []
+    reasons = []
+    for name in candidates():
+        try:
+            one = candidate(name, strategy)
+            its_mesh = replace(one.mesh(mesh.cp, shape.H, shape.Hkv), pp=mesh.pp, dp=mesh.dp, tp=mesh.tp)
+            plans = _plans(one, its_mesh, layout, shape, windows, causal, None)
+        except ValueError as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        seconds = sum(counts[window] * predict_plan(plan, cluster).total_s for window, plan in plans.items())
+        if _fits(strategy, plans):
+            found.append((seconds, name, one, its_mesh, plans))
+        else:
+            reasons.append(f"{name}: its buffers exceed strategy.buffer_bytes={strategy.buffer_bytes}")
+    if not found:
+        raise ValueError(f"strategy=auto: no candidate fits {mesh.cp} ranks ({'; '.join(reasons)})")
+    found.sort(key=lambda item: item[:2])
+    _, _, chosen, its_mesh, plans = found[0]
+    return Resolved(chosen, its_mesh, plans, {name: seconds for seconds, name, *_ in found})
+
+
+def candidates() -> list[str]:
+    """The presets that auto weighs: all that split a sequence."""
+    return [name for name in preset_names() if load_strategy(name).exchange not in ("none", "auto")]
+
+
+def candidate(name: str, auto: Strategy) -> Strategy:
+    """A preset with what auto's user set for all of them."""
+    one = load_strategy(name, dp=1, weights=auto.weights, node_size=auto.node_size)
+    return replace(one, planner=auto.planner) if one.sharding == "whole_document" else one
+
+
+def _plans(
+    strategy: Strategy,
+    mesh: MeshSpec,
+    layout: PackedLayout,
+    shape: AttentionShape,
+    windows: Sequence[int | None],
+    causal: bool,
+    ranks: list[int] | None,
+) -> dict[int | None, Plan]:
+    placement = strategy.shard(layout, mesh, shape)
+    masks = {window: MaskSpec(causal, window) for window in dict.fromkeys(windows)}
+    return {window: strategy.plan(placement, shape, mask, ranks) for window, mask in masks.items()}
+
+
+def _fits(strategy: Strategy, plans: dict[int | None, Plan]) -> bool:
+    if strategy.buffer_bytes is None:
+        return True
+    return all(plan.peak_buffer_bytes(rank) <= strategy.buffer_bytes for plan in plans.values() for rank in plan.ranks)
