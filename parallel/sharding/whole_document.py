@@ -21,9 +21,9 @@ from parallel.sharding.search import BytesCost, Effort, Search, TimeCost
 from parallel.sharding.seating import seat_on_nodes
 from parallel.sharding.shares import Shares
 
-FAST = Effort(steps=60, fractions=(1.0, 0.3), pairs=150)
-DEEP = Effort(steps=100, fractions=(1.0, 0.7, 0.4, 0.2, 0.05), pairs=250, restarts=60, kicks=2, again=15)
-RESTARTS = 4096  # spans of all restarts together: small batches take more of them, which cost less
+FAST = Effort(steps=48, fractions=(1.0, 0.3), pairs=150)
+DEEP = Effort(steps=100, fractions=(1.0, 0.7, 0.4, 0.2, 0.05), pairs=250, restarts=40, kicks=2, again=15)
+RESTARTS = 2560  # spans of all restarts together: small batches take more of them, which cost less
 MARGIN = 0.9995  # the search aims this little below the limit
 
 
