@@ -7,6 +7,9 @@ A rank receives the cells before its last one of a document that it does not hol
 rank's plus the mean: both count, as in the planner's objective.
 """
 
+# scipy's stubs are narrower than scipy
+# pyright: reportArgumentType=false, reportMissingImports=false
+
 import json
 import sys
 from collections.abc import Sequence
