@@ -18,11 +18,11 @@ help: ## this list
 
 setup: $(STAMP) ## create .venv and install the pinned requirements
 
-$(STAMP): requirements.txt requirements-dev.txt
+$(STAMP): requirements.txt requirements-dev.txt requirements-extras.txt
 	@test -n "$(PYTHON)" || { echo "longfold needs Python 3.11 or newer, and none is on the PATH; give one with PYTHON=/path/to/python." >&2; exit 1; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) has no venv module; on Debian or Ubuntu: apt-get install python3-venv." >&2; exit 1; }
 	"$(PYTHON)" -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt -r requirements-extras.txt
 	@touch $@
 
 train: $(STAMP) ## train; overrides in ARGS="model=gpt2 run.steps=20"

@@ -40,7 +40,3 @@ class Ahead(Generic[Key, Made]):
             return self._made[key].result()
         finally:
             self.exposed_s += time.perf_counter() - began
-
-    def close(self) -> None:
-        """Let the thread end."""
-        self._thread.shutdown(wait=False, cancel_futures=True)

@@ -79,7 +79,8 @@ class Strategy:
         for axis in (*AXES, "node_size", "head_slices"):
             value = getattr(self, axis)
             if value is not None and value < 1:
-                raise ValueError(f"strategy.{axis}={value}; give at least 1, or null to have it filled in")
+                filled = "" if axis == "node_size" else ", or null to have it filled in"
+                raise ValueError(f"strategy.{axis}={value}; give at least 1{filled}")
         for axis in ("pp", "tp"):
             if getattr(self, axis) not in (None, 1):
                 raise ValueError(
@@ -222,7 +223,7 @@ class Strategy:
         if rows % groups or cp % groups:
             raise ValueError(
                 f"strategy.batch_groups={groups} does not divide the micro-batch's {rows} rows and the {cp} ranks that "
-                f"share it; use a divisor of {gcd(rows, cp)}, or auto"
+                f"share it; use {_divisors(gcd(rows, cp))}, or auto"
             )
         return groups
 
@@ -301,6 +302,10 @@ def load_strategy(name: str, **overrides: Any) -> Strategy:
 def preset_names() -> list[str]:
     """The presets of conf/strategy, in alphabetical order."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def _divisors(n: int) -> str:
+    return " or ".join(str(d) for d in range(1, n + 1) if n % d == 0)
 
 
 def _hierarchical() -> list[str]:

@@ -140,10 +140,14 @@ class RunConfig:
                 raise ConfigError(f"run.{key}={getattr(self, key)} must be {least} or more.")
         if self.stop_at is not None and not 1 <= self.stop_at <= self.steps:
             raise ConfigError(f"run.stop_at={self.stop_at} must lie between 1 and run.steps={self.steps}.")
-        if self.lengths is not None and (self.task is not Task.plan or min(self.lengths, default=0) < 1):
+        if self.lengths is not None and self.task is not Task.plan:
             raise ConfigError(
-                f"run.lengths={list(self.lengths)} are documents, of 1 token or more, that run=plan draws, and this is "
+                f"run.lengths={list(self.lengths)} are documents that run=plan draws, and this is "
                 f"run.task={self.task.value}; leave them out, or use run=plan."
+            )
+        if self.lengths is not None and min(self.lengths, default=0) < 1:
+            raise ConfigError(
+                f"run.lengths={list(self.lengths)} must list documents of 1 token or more; null plans the first batch."
             )
         if rows % self.accumulate:
             raise ConfigError(
@@ -245,6 +249,8 @@ def hashed_part(plain: dict) -> dict:
         left_out = UNHASHED.get(section, set())
         if left_out is not None:
             kept[section] = {k: v for k, v in values.items() if k not in left_out}
+    # null fills these axes with 1, so both spellings are one computation
+    kept["strategy"] |= {axis: kept["strategy"][axis] or 1 for axis in ("pp", "dp", "tp")}
     return kept
 
 

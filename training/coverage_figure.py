@@ -18,7 +18,7 @@ from parallel.plan.ir import Attend, Heads
 from parallel.plan.plan import Plan
 from parallel.plan.tokens import TokenSet
 from training.plan_style import FADED, PAPER, describe, entitle, mark_scale, new_figure, rank_colours, shaded
-from training.round_clock import round_numbers
+from training.round_numbers import round_numbers
 
 Ints = NDArray[np.int64]
 MOST_CELLS, MOST_PANELS, MOST_OUTLINES, MOST_NUMBERED = 256, 8, 300, 40

@@ -6,6 +6,7 @@ A block lies between `<!-- NAME: ... -->` and `<!-- end -->`; figures lie in doc
 from collections.abc import Callable
 from pathlib import Path
 
+from parallel.plan.cost import load_cluster
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.plan.plan import DIRECTIONS, Plan
@@ -87,7 +88,7 @@ def main() -> None:
         path.write_text(rewrite(path.read_text(), blocks))
     figures, small = ROOT / "docs" / "figures", small_plan()
     save_figure(draw_coverage(small), figures, "small-coverage", ("svg",))
-    save_figure(draw_timeline(small, (0, 1)), figures, "small-timeline", ("svg",))
+    save_figure(draw_timeline(small, (0, 1), load_cluster("cpu2")), figures, "small-timeline", ("svg",))
     save_figure(draw_coverage(large_plan()), figures, "hsap-coverage", ("svg",))
 
 

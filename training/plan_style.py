@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from parallel.plan.plan import Plan
 
-PAPER, FADED, WAITING, INTRA, INTER = "#ffffff", "#e4e4e4", "#f3cfca", "#8a97a6", "#2c3e50"
+PAPER, FADED, WAITING, COPYING = "#ffffff", "#e4e4e4", "#f3cfca", "#b9b9b9"
+INTRA, INTER = "#8a97a6", "#2c3e50"
 # told apart with any colour vision (Okabe and Ito), grey and black left to other uses
 FEW = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b5a800", "#7a5195")
 

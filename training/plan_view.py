@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from parallel.auto import Resolved, resolve
+from parallel.plan.cost import load_cluster
 from parallel.plan.ir import AttentionShape, Post
 from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import CP, LINKS, MeshSpec
@@ -83,7 +84,9 @@ def show_plan(config: Config, console: Console) -> Outcome:
         console.print(rank_table(plan, ranks))
         name = f"{resolved.strategy.name}-{plan.hash[:8]}"
         paths = save_figure(draw_coverage(plan), folder, f"{name}-coverage")
-        paths += save_figure(draw_timeline(plan, ranks), folder, f"{name}-timeline")
+        paths += save_figure(
+            draw_timeline(plan, ranks, load_cluster(config.strategy.planner.cluster)), folder, f"{name}-timeline"
+        )
         for path in paths:
             console.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
     return Outcome(0, None, folder)

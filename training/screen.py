@@ -56,6 +56,8 @@ def _screen_one(argument: str) -> None:
     key = override.key_or_group
     if key in groups and (override.is_delete() or override.value() is None):
         raise ValueError(f"{argument}: {key} cannot be null or left out; choose one of {', '.join(groups[key])}.")
+    if override.is_delete() and "." in key:
+        raise ValueError(f"{argument}: {key} cannot be left out; set it, as in {key}=null.")
 
 
 def _compose(overrides: list[str]) -> None:
@@ -81,7 +83,7 @@ def refuse_added_keys(values: Any, schema: type = Config, prefix: str = "") -> N
 
 
 def _did_you_mean(key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=3)
+    near = difflib.get_close_matches(key, known, n=3) or [name for name in known if name.startswith(f"{key}_")]
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 

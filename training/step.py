@@ -88,9 +88,14 @@ def evaluate(
     share = share or Share(model)
     total, tokens, size = 0.0, 0, 0
     try:
-        for batch in batches:
+        ahead = iter(batches)
+        after = next(ahead, None)
+        while (batch := after) is not None:
             if stop():
                 return None
+            after = next(ahead, None)
+            if after is not None:
+                share.prepare(after, 1, precision)
             (micro,) = share.micro_batches(batch)
             total += token_losses(share, micro, precision).sum(dtype=torch.float64).item()
             tokens += batch.label_tokens

@@ -1,12 +1,15 @@
 """A plan's time on a named cluster: every rank's steps walked beside the transfers that it has posted.
 
-Computation takes the device, transfers the wire; a batch starts when all its ranks have posted it and the wire of the
-rank is free, and a `Wait` ends when it is done. What a rank spends in waits is exposed.
+Computation takes the device, transfers the wires; a batch starts when all its ranks have posted it and the rank's wire
+of that link class is free, and a `Wait` ends when it is done. What a rank spends in waits is exposed.
 
     predict_plan(plan, load_cluster("h100_8")).total_s
+    walk(plan, load_cluster("h100_8"), "forward")       the same as bars, for a timeline
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,23 +19,57 @@ from parallel.plan.plan import DIRECTIONS, Plan, message_bytes
 from parallel.plan.tokens import TokenSet
 
 
+class Bar(NamedTuple):
+    """Something that a rank does from `start` to `stop`, in seconds.
+
+    Attributes:
+        lane: compute, or the link class of a transfer: intra, inter.
+        what: attention; copy, a pass through memory; intra, inter, a transfer; wait, nothing to compute until one ends.
+        step: of computing and waiting, the index of the step; of a transfer, of the `Wait` that ends it.
+    """
+
+    rank: int
+    lane: str
+    what: str
+    start: float
+    stop: float
+    step: int
+
+
 def predict_plan(plan: Plan, cluster: Cluster) -> AttentionTime:
     """Seconds of a layer's attention, forward and backward, on the ranks that end last.
 
     Raises:
         ValueError: a plan that holds the steps of some ranks only, or whose ranks wait for each other.
     """
-    if len(plan.ranks) != plan.size:
-        raise ValueError(f"the plan holds {len(plan.ranks)} of {plan.size} ranks; plan all of them to predict its time")
     prices = _Prices(plan, cluster)
-    both = [_Walk(prices, plan.programs(direction), direction).run() for direction in DIRECTIONS]
+    both = [_Walk(prices, direction, range(plan.size)).run() for direction in DIRECTIONS]
     return AttentionTime(*(sum(parts) for parts in zip(*both)))
+
+
+def walk(plan: Plan, cluster: Cluster, direction: str, world_ranks: Sequence[int] | None = None) -> list[Bar]:
+    """Every bar of a direction, in the order in which they came about.
+
+    Args:
+        world_ranks: the world rank of each cp rank, which decides the class of their links; None: the same.
+
+    Raises:
+        ValueError: as `predict_plan`.
+    """
+    steps = _Walk(_Prices(plan, cluster), direction, range(plan.size) if world_ranks is None else world_ranks)
+    steps.bars = []
+    steps.run()
+    return steps.bars
 
 
 class _Prices:
     """Seconds of computing steps, kept for sets of tokens that return."""
 
     def __init__(self, plan: Plan, cluster: Cluster) -> None:
+        if len(plan.ranks) != plan.size:
+            raise ValueError(
+                f"the plan holds {len(plan.ranks)} of {plan.size} ranks; plan all of them to predict its time"
+            )
         self.plan, self.cluster, self.shape = plan, cluster, plan.shape
         self.per_pair: dict[str, float] = dict(zip(DIRECTIONS, cluster.seconds_per_pair(plan.shape)))
         self._pairs: dict[tuple[bytes, bytes], float] = {}
@@ -82,70 +119,76 @@ class _Prices:
 
 
 class _Walk:
-    """All ranks' steps of one direction."""
+    """All ranks' steps of one direction; with `bars` set to a list, each is written there."""
 
-    def __init__(self, prices: _Prices, programs: list[Program], direction: str) -> None:
-        self.prices, self.programs, self.direction = prices, programs, direction
-        n = len(programs)
-        self.clock, self.attention, self.copies = np.zeros(n), np.zeros(n), np.zeros(n)
-        self.waited, self.wire_free = np.zeros(n), np.zeros(n)
+    def __init__(self, prices: _Prices, direction: str, world_ranks: Sequence[int]) -> None:
+        self.prices, self.programs, self.direction = prices, prices.plan.programs(direction), direction
+        self.world_ranks = world_ranks
+        n = len(self.programs)
+        self.at, self.clock = [0] * n, np.zeros(n)
+        self.spent = {what: np.zeros(n) for what in ("attention", "copy", "wait")}
+        self.wire_free: dict[tuple[int, str], float] = defaultdict(float)  # (rank, link)
         self.posted: dict[tuple[str, int, int], tuple[float, Post]] = {}  # (communicator, batch, rank)
-        self.fresh: dict[int, set[str]] = defaultdict(set)
+        self.fresh = [set(program.buffers) for program in self.programs]
+        self.bars: list[Bar] | None = None
 
     def run(self) -> AttentionTime:
-        at = [0] * len(self.programs)
-        moved = True
+        at, moved = self.at, True
         while moved:
             moved = False
             for rank, program in enumerate(self.programs):
-                if at[rank] == 0:
-                    self.fresh[rank] = set(program.buffers)
                 while at[rank] < len(program.steps) and self._do(rank, program, program.steps[at[rank]]):
                     at[rank] += 1
                     moved = True
-        if any(i < len(program.steps) for i, program in zip(at, self.programs)):
-            raise ValueError(f"ranks {[r for r, p in enumerate(self.programs) if at[r] < len(p.steps)]} wait forever")
+        left = [rank for rank, program in enumerate(self.programs) if at[rank] < len(program.steps)]
+        if left:
+            raise ValueError(f"ranks {left} wait forever; verify the plan first")
         slowest = int(self.clock.argmax())
-        parts = (self.attention, self.copies, self.waited, self.clock)
-        return AttentionTime(*(float(part[slowest]) for part in parts))
+        return AttentionTime(*(float(part[slowest]) for part in (*self.spent.values(), self.clock)))
 
     def _do(self, rank: int, program: Program, step: Step) -> bool:
         """Take a step; False where it must wait for another rank's."""
         if isinstance(step, Post):
             self.posted[step.comm, step.batch, rank] = (float(self.clock[rank]), step)
             moved = sum(size for m in (*step.sends, *step.recvs) for _, size in message_bytes(m, self.prices.shape))
-            self._spend(rank, self.copies, moved / self.prices.cluster.copy_bytes_s)
+            self._spend(rank, "copy", moved / self.prices.cluster.copy_bytes_s)
         elif isinstance(step, Wait):
             done = self._done(rank, step)
             if done is None:
                 return False
-            self._spend(rank, self.waited, max(0.0, done - float(self.clock[rank])))
+            self._spend(rank, "wait", max(0.0, done - float(self.clock[rank])))
         else:
             if isinstance(step, Attend | AttendBackward):
-                self._spend(rank, self.attention, self.prices.block(step, self.direction))
-            self._spend(rank, self.copies, self.prices.memory(step, program, self.fresh[rank]))
+                self._spend(rank, "attention", self.prices.block(step, self.direction))
+            self._spend(rank, "copy", self.prices.memory(step, program, self.fresh[rank]))
         return True
 
-    def _spend(self, rank: int, on: np.ndarray, seconds: float) -> None:
-        on[rank] += seconds
+    def _spend(self, rank: int, what: str, seconds: float) -> None:
+        self._draw(rank, "compute", what, float(self.clock[rank]), seconds)
+        self.spent[what][rank] += seconds
         self.clock[rank] += seconds
+
+    def _draw(self, rank: int, lane: str, what: str, start: float, seconds: float) -> None:
+        if self.bars is not None and seconds > 0:
+            self.bars.append(Bar(rank, lane, what, start, start + seconds, self.at[rank]))
 
     def _done(self, rank: int, wait: Wait) -> float | None:
         """When a posted batch is done; None while one of its ranks has not posted it."""
         began, post = self.posted[wait.comm, wait.batch, rank]
-        cluster, mesh, seconds = self.prices.cluster, self.prices.plan.placement.mesh, 0.0
-        for link in ("intra", "inter"):
-            bytes_of = [0, 0]
-            for side, messages in enumerate((post.sends, post.recvs)):
-                for message in messages:
-                    if mesh.link(rank, message.peer) == link:
-                        other = self.posted.get((wait.comm, wait.batch, message.peer))
-                        if other is None:
-                            return None
-                        began = max(began, other[0])
-                        bytes_of[side] += sum(size for _, size in message_bytes(message, self.prices.shape))
-            if any(bytes_of):
-                latency, rate = cluster.wire(link)
-                seconds += latency + max(bytes_of) / rate
-        self.wire_free[rank] = max(began, float(self.wire_free[rank])) + seconds
-        return float(self.wire_free[rank])
+        total: dict[str, list[int]] = {}  # link -> bytes sent, bytes received
+        for side, messages in enumerate((post.sends, post.recvs)):
+            for message in messages:
+                other = self.posted.get((wait.comm, wait.batch, message.peer))
+                if other is None:
+                    return None
+                began = max(began, other[0])
+                link = self.prices.plan.placement.mesh.link(self.world_ranks[rank], self.world_ranks[message.peer])
+                total.setdefault(link, [0, 0])[side] += sum(n for _, n in message_bytes(message, self.prices.shape))
+        done = began
+        for link, both in total.items():
+            latency, rate = self.prices.cluster.wire(link)
+            start, seconds = max(began, self.wire_free[rank, link]), latency + max(both) / rate
+            self._draw(rank, link, link, start, seconds)
+            self.wire_free[rank, link] = start + seconds
+            done = max(done, start + seconds)
+        return done

@@ -19,10 +19,9 @@ PARTS = {
     "sweep": ["tests/kernels/test_attention.py", "-k", "triton and test_exact"],
     "precision": ["tests/kernels/test_attention.py", "-k", "triton and precision"],
     "layouts": ["tests/kernels/test_attention.py", "-k", "triton and not test_exact and not precision"],
-    "accumulating": ["tests/kernels/test_triton_rounds.py"],
+    "accumulating": ["tests/kernels/test_triton_rounds.py", "tests/kernels/test_triton_merge.py"],
     "rounds": ["tests/kernels/test_rounds.py", "-k", "triton"],
-    "merge": ["tests/kernels/test_triton_merge.py"],
-    "codec": ["tests/kernels/test_fp8.py", "-k", "triton"],
+    "codec": ["tests/kernels/test_fp8.py", "tests/kernels/test_triton_codec.py", "-k", "triton"],
 }
 
 
@@ -47,5 +46,5 @@ def test_in_the_interpreter(part: str) -> None:
 @pytest.mark.timeout(3000)
 def test_in_the_interpreter_deep() -> None:
     """The long tests of those files."""
-    files = ["tests/kernels/test_attention.py", "tests/kernels/test_triton_rounds.py", "tests/kernels/test_fp8.py"]
-    run_interpreted([*files, "-k", "triton", "-m", "deep"])
+    files = ["test_attention.py", "test_triton_rounds.py", "test_fp8.py", "test_triton_codec.py"]
+    run_interpreted([*(f"tests/kernels/{name}" for name in files), "-k", "triton", "-m", "deep"])
