@@ -13,13 +13,14 @@ the measured one, of the choice. `bench.cluster` measures the constants.
 from __future__ import annotations
 
 import argparse
-import time
+from functools import partial
 from statistics import median
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from bench.packs import packs
+from bench.ranks import Team
 from bench.table import Report, Row
 from data.mixes import MIXES
 from parallel.api import ContextParallel
@@ -52,33 +53,33 @@ def time_presets(
     lengths: list[int], auto: Strategy, shape: AttentionShape, repeats: int
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
     """A rank's job: (auto's prices, cheapest first; each candidate's seconds on the slower rank, a turn at a time)."""
-    world, rank = dist.get_world_size(), dist.get_rank()
+    team = Team()
     layout = PackedLayout.from_lengths(lengths)
-    prices = resolve(auto, auto.mesh(world, shape.H, shape.Hkv), layout, shape).seconds
+    prices = resolve(auto, auto.mesh(team.world, shape.H, shape.Hkv), layout, shape).seconds
     groups: dict[MeshSpec, Groups] = {}
     bound: dict[str, ContextParallel] = {}
     for name in candidates():
         if name in prices:
             strategy = candidate(name, auto)
-            mesh = strategy.mesh(world, shape.H, shape.Hkv)
+            mesh = strategy.mesh(team.world, shape.H, shape.Hkv)
             if mesh not in groups:
-                groups[mesh] = Groups(mesh, rank)
-            bound[name] = ContextParallel(strategy, mesh, groups[mesh], rank)
+                groups[mesh] = Groups(mesh, team.rank)
+            bound[name] = ContextParallel(strategy, mesh, groups[mesh], team.rank)
             bound[name].bind(layout, shape)
-    draw = torch.Generator().manual_seed(rank)
+    draw = torch.Generator().manual_seed(team.rank)
     seconds: dict[str, list[float]] = {name: [] for name in bound}
     for _ in range(repeats + 1):
         for name, cp in bound.items():
             tokens = cp.placement.sets[cp.rank].count
             sizes = ((shape.H, shape.D), (shape.Hkv, shape.D), (shape.Hkv, shape.Dv), (shape.H, shape.Dv))
             q, k, v, dout = (torch.randn(tokens, *size, generator=draw) for size in sizes)
-            dist.barrier()
-            began = time.perf_counter()
-            cp.attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_()).backward(dout)
-            took = torch.tensor(time.perf_counter() - began)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            seconds[name].append(float(took))
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+            seconds[name].append(team.timed(partial(_both_ways, cp, q, k, v, dout)))
     return prices, {name: turns[1:] for name, turns in seconds.items()}  # the first pays for warming up
+
+
+def _both_ways(cp: ContextParallel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+    cp.attention(q, k, v).backward(dout)
 
 
 def judge(
@@ -93,6 +94,15 @@ def judge(
         "slowest_ms": max(measured.values()) * 1e3, "regret": measured[chosen] / measured[fastest] - 1,
         "predicted_x": prices[chosen] / measured[chosen],
     }  # fmt: skip
+
+
+def summary(report: Report, regrets: list[float]) -> None:
+    """How many choices were within ENOUGH of the fastest, and what the others cost."""
+    right, mean = sum(regret <= ENOUGH for regret in regrets), sum(regrets) / len(regrets)
+    report.note(f"within {ENOUGH:.0%} of the fastest measured preset: {right} of {len(regrets)}")
+    report.note(f"regret: mean {mean:.1%}, worst {max(regrets):.1%}")
+    if report.as_json:
+        report.row({"batches": len(regrets), "right": right, "mean_regret": mean, "worst_regret": max(regrets)})
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -116,12 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
             report.row(row)
     finally:
         pool.close()
-    right = sum(regret <= ENOUGH for regret in regrets)
-    report.note(f"within {ENOUGH:.0%} of the fastest measured preset: {right} of {len(regrets)}")
-    report.note(f"regret: mean {sum(regrets) / len(regrets):.1%}, worst {max(regrets):.1%}")
-    if options.json:
-        report.row({"batches": len(regrets), "right": right, "mean_regret": sum(regrets) / len(regrets),
-                    "worst_regret": max(regrets)})  # fmt: skip
+    summary(report, regrets)
 
 
 if __name__ == "__main__":
