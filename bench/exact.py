@@ -104,8 +104,8 @@ def solve(
     found = milp(
         cost,
         integrality=integral,
-        bounds=Bounds(lower, upper),
-        constraints=LinearConstraint(matrix, [row[2] for row in rows], [row[3] for row in rows]),
+        bounds=Bounds(lower, upper),  # pyright: ignore[reportArgumentType]
+        constraints=LinearConstraint(matrix, [row[2] for row in rows], [row[3] for row in rows]),  # pyright: ignore[reportArgumentType]
         options={"time_limit": seconds},
     )
     best = None if found.x is None else round(float(found.fun) * ranks) / ranks

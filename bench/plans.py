@@ -63,7 +63,7 @@ def entries(cluster: str, effort: str = "fast") -> list[Entry]:
     found = [Entry(name, None) for name in PEERS]
     for name in preset_names():
         strategy = load_strategy(name)
-        if strategy.exchange == "none" or strategy.batch_groups != 1:
+        if strategy.exchange in ("none", "auto") or strategy.batch_groups != 1:
             continue
         if strategy.sharding == "whole_document":
             for objective in ("time", "bytes"):

@@ -11,7 +11,7 @@ from parallel.sharding.search import BytesCost, equalise
 from parallel.sharding.shares import Shares, Span, join
 
 CARRIED = 0.95  # of a rank's limit of work, what a part of a long document may take
-FULL = 0.9  # of a rank's tokens: where the first of equally heavy parts holds more, a zigzag is cut instead
+FULL = 0.9  # of a rank's tokens
 
 
 class Part(NamedTuple):
@@ -29,15 +29,17 @@ class Part(NamedTuple):
         return cls(work, sum(hi - lo for lo, hi in spans), document, spans)
 
 
-def _cut(document: int, lo: int, hi: int, ranks: int, tokens: int, limit: float) -> list[Part]:
+def _cut(
+    document: int, lo: int, hi: int, ranks: int, tokens: int, limit: float, full: float, carried: float
+) -> list[Part]:
     """A span whole, or for as few ranks as can carry it: of equal work one after the other, or, where the first of
-    these would nearly fill a rank, as a zigzag."""
+    these holds more than `full` of a rank's tokens, as a zigzag."""
     whole, length = Part.of(document, [(lo, hi)]), hi - lo
     if whole.work <= limit and length <= tokens:
         return [whole]
-    n = min(ranks, length, max(-(-length // max(tokens, 1)), int(-(-whole.work // (limit * CARRIED)))))
+    n = min(ranks, length, max(-(-length // max(tokens, 1)), int(-(-whole.work // (limit * carried)))))
     cuts = [round(sqrt(lo * lo + (hi * hi - lo * lo) * (i / n))) for i in range(n + 1)]
-    if cuts[1] - lo <= FULL * tokens:
+    if cuts[1] - lo <= full * tokens:
         return [Part.of(document, [span]) for span in pairwise(cuts) if span[0] < span[1]]
     edges = [lo + i * length // (2 * n) for i in range(2 * n + 1)]
     pairs = [[(edges[i], edges[i + 1]), (edges[2 * n - 1 - i], edges[2 * n - i])] for i in range(n)]
@@ -46,13 +48,19 @@ def _cut(document: int, lo: int, hi: int, ranks: int, tokens: int, limit: float)
 
 
 def deal(
-    shares: Shares, ranks: Sequence[int], spans: Iterable[tuple[int, int, int]], padding: int, limit: float
+    shares: Shares,
+    ranks: Sequence[int],
+    spans: Iterable[tuple[int, int, int]],
+    padding: int,
+    limit: float,
+    full: float = FULL,
+    carried: float = CARRIED,
 ) -> None:
     """Deal spans (document, first, stop) and padding to `ranks`, whose tokens they are: cut where they are too much for
     one, the heaviest first, to the rank with the least work that has room; then tokens are made equal."""
     chosen = slice(ranks[0], ranks[-1] + 1)
     want, tokens = np.array(shares.want[chosen]), np.zeros(len(ranks))
-    parts = [part for span in spans for part in _cut(*span, len(want), int(want.min()), limit)]
+    parts = [part for span in spans for part in _cut(*span, len(want), int(want.min()), limit, full, carried)]
     parts.sort(key=lambda part: (-part.work, part.document, part.spans))
     for part in parts:
         work = shares.work[chosen]

@@ -21,9 +21,10 @@ from parallel.sharding.search import BytesCost, Effort, Search, TimeCost
 from parallel.sharding.seating import seat_on_nodes
 from parallel.sharding.shares import Shares
 
-FAST = Effort(steps=60, fractions=(1.0, 0.3), pairs=150)
-DEEP = Effort(steps=100, fractions=(1.0, 0.7, 0.4, 0.2, 0.05), pairs=250, restarts=60, kicks=2, again=15)
-RESTARTS = 4096  # spans of all restarts together: small batches take more of them, which cost less
+FAST = Effort(steps=48, fractions=(1.0, 0.3), pairs=150)
+DEEP = Effort(steps=100, fractions=(1.0, 0.7, 0.4, 0.2, 0.05), pairs=250, restarts=20, kicks=2, again=15)
+STARTS = (0.95, 0.6, 0.45)  # of a deep search: of the limit, what a part of a long document takes at most
+RESTARTS = 100_000  # of a start, over the square of its spans: small batches have room for more
 MARGIN = 0.9995  # the search aims this little below the limit
 
 
@@ -60,18 +61,23 @@ def _candidates(layout: PackedLayout, units: int, setting: Setting) -> list[Shar
     work = planner.ratio * MARGIN * sum(n * (n + 1) // 2 for n in lengths)
     whole = [(document, 0, length) for document, length in enumerate(lengths)]
 
-    flat = Shares(lengths, want, 0.0 if bytes_only else setting.cluster.short_rows)
-    deal(flat, range(units), whole, layout.padding_tokens, work / units)
-    few = BytesCost(max(T / 40, float(flat.received.max())), work / units)
+    short, starts = 0.0 if bytes_only else setting.cluster.short_rows, []
+    for carried in STARTS if effort.restarts else STARTS[:1]:
+        starts.append(Shares(lengths, want, short))
+        deal(starts[-1], range(units), whole, layout.padding_tokens, work / units, carried=carried)
+    flat = starts[0]
     if effort.restarts:
         spans = sum(len(some) for documents in flat.held for some in documents.values())
-        effort = effort._replace(restarts=min(250, max(effort.restarts, RESTARTS // spans)))
-    if bytes_only:
-        return [Search(flat, few, effort).run()]
-    if units <= node:
-        return [Search(flat, _time_cost(flat, setting), effort).run()]
-    found = [in_order(flat)]
-    found += [seat_on_nodes(Search(flat.copy(), cost, effort).run(), node) for cost in (few, _time_cost(flat, setting))]
+        effort = effort._replace(restarts=min(200, max(effort.restarts, RESTARTS // spans**2)))
+    if bytes_only or units <= node:
+        few = BytesCost(max(T / 40, float(flat.received.max())), work / units)
+        cost = few if bytes_only else _time_cost(flat, setting)
+        found = [Search(shares, cost, effort).run() for shares in starts]
+        return [min(found, key=lambda shares: cost.value(shares.work, shares.received))]
+    even = Shares(lengths, want, flat.short)  # an early part that fills a rank would go out to all who hold later ones
+    deal(even, range(units), whole, layout.padding_tokens, work / units, full=0.0)
+    sought = Search(even.copy(), _time_cost(even, setting), effort).run()
+    found = [in_order(flat), even, seat_on_nodes(even, node), seat_on_nodes(sought, node)]
     if units % node == 0:
         found.append(_nodes_first(flat, whole, setting, effort, layout.padding_tokens, work))
     return found
