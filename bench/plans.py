@@ -207,8 +207,8 @@ def draw(table: list[Row], path: Path) -> None:
         axes[1][column].bar(names, [float(r["total_ms"]) / fastest for r in some], color=colours)
         axes[0][column].tick_params(axis="x", labelbottom=False)
         axes[1][column].tick_params(axis="x", rotation=90)
-    axes[0][0].set_ylabel("keys received by the worst rank\n(of an all-gather's; dotted: bound)")
-    axes[1][0].set_ylabel("predicted attention time\n(over the fastest)")
+    axes[0][0].set_ylabel("worst rank's keys\nof an all-gather's\n(dotted: bound)")
+    axes[1][0].set_ylabel("predicted time\nover the fastest")
     figure.suptitle(f"{first[0]:,} tokens on {first[1]} ranks")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -255,10 +255,11 @@ def main() -> None:
         args.tokens, args.ranks, args.packs = [131_072], [8], 20
     if args.lengths is not None:
         args.tokens = [0]
-    table = []
+    table: list[Row] = []
     for line in rows(args):
         table.append(line)
         report.row(line)
+    drawn = len(table)
     if args.quick and args.lengths is None:
         batches = list(packs("wlb", 131_072, 300))
         strategy = replace(load_strategy("flashcp_hsap"), planner=Planner(objective="bytes"))
@@ -270,7 +271,7 @@ def main() -> None:
             writer = csv.DictWriter(file, list(table[0]))
             writer.writeheader()
             writer.writerows(table)
-        draw(table, args.out / "plans.png")
+        draw(table[:drawn], args.out / "plans.png")
         report.note(f"written: {args.out / 'plans.csv'}, {args.out / 'plans.png'}")
 
 
