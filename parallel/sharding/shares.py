@@ -44,9 +44,20 @@ class Shares:
         other.tokens, other._rows = list(self.tokens), list(self._rows)
         return other
 
+    def seated(self, order: Sequence[int]) -> "Shares":
+        """The same shares on other ranks: rank r gets those of rank order[r]."""
+        other = self.copy()
+        other.want, other.tokens = [self.want[i] for i in order], [self.tokens[i] for i in order]
+        other.held, other._rows = [other.held[i] for i in order], [self._rows[i] for i in order]
+        chosen = np.array(order)
+        other.end, other.work, other.received = self.end[chosen], self.work[chosen], self.received[chosen]
+        return other
+
     def put(self, rank: int, document: int, spans: tuple[Span, ...]) -> None:
         """Make `spans`, ascending and apart, what `rank` holds of `document`."""
-        self._count(rank, document, self.held[rank].pop(document, ()), -1)
+        before = self.held[rank].pop(document, None)
+        if before:
+            self._count(rank, document, before, -1)
         self._count(rank, document, spans, 1)
         if spans:
             self.held[rank][document] = spans

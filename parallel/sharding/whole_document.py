@@ -21,10 +21,10 @@ from parallel.sharding.search import BytesCost, Effort, Search, TimeCost
 from parallel.sharding.seating import seat_on_nodes
 from parallel.sharding.shares import Shares
 
-FAST = Effort(steps=48, fractions=(1.0, 0.3), pairs=150)
-DEEP = Effort(steps=100, fractions=(1.0, 0.7, 0.4, 0.2, 0.05), pairs=250, restarts=20, kicks=2, again=15)
+FAST = Effort(steps=42, fractions=(1.0, 0.3), pairs=110)
+DEEP = Effort(steps=100, fractions=(1.0, 0.7, 0.4, 0.2, 0.05), pairs=250, restarts=15, kicks=2, again=15)
 STARTS = (0.95, 0.6, 0.45)  # of a deep search: of the limit, what a part of a long document takes at most
-RESTARTS = 100_000  # of a start, over the square of its spans: small batches have room for more
+RESTARTS = 60_000  # of a start, over the square of its spans: small batches have room for more
 MARGIN = 0.9995  # the search aims this little below the limit
 
 
