@@ -11,7 +11,7 @@ from parallel.sharding.search import BytesCost, equalise
 from parallel.sharding.shares import Shares, Span, join
 
 CARRIED = 0.95  # of a rank's limit of work, what a part of a long document may take
-BUNDLES = 48  # of a rank's tokens: documents shorter than that part are dealt several at a time
+BUNDLES = 32  # of a rank's tokens: documents shorter than that part are dealt several at a time
 FULL = 0.9  # of a rank's tokens
 
 

@@ -38,11 +38,15 @@ class Shares:
 
     def copy(self) -> "Shares":
         other = Shares((), ())
-        other.lengths, other.want, other.short, other.padding = self.lengths, self.want, self.short, self.padding
-        other.held = [dict(documents) for documents in self.held]
-        other.end, other.work, other.received = self.end.copy(), self.work.copy(), self.received.copy()
-        other.tokens, other._rows = list(self.tokens), list(self._rows)
+        other.take_from(self)
         return other
+
+    def take_from(self, other: "Shares") -> None:
+        """Become a copy of `other`."""
+        self.lengths, self.want, self.short, self.padding = other.lengths, other.want, other.short, other.padding
+        self.held = [dict(documents) for documents in other.held]
+        self.end, self.work, self.received = other.end.copy(), other.work.copy(), other.received.copy()
+        self.tokens, self._rows = list(other.tokens), list(other._rows)
 
     def seated(self, order: Sequence[int]) -> "Shares":
         """The same shares on other ranks: rank r gets those of rank order[r]."""

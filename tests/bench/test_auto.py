@@ -40,9 +40,11 @@ def test_judging_a_choice():
 
 def test_summary_counts_what_is_near_the_fastest():
     stream = io.StringIO()
-    summary(Report(True, stream), [0.0, 0.1, 0.11, 0.5])
+    turns = [{"a": [1.0], "b": [1.0]}, {"a": [1.1], "b": [1.0]}, {"a": [1.0], "b": [2.0]}]
+    summary(Report(True, stream), [0.0, 0.1, 0.11, 0.5], turns)
     found = json.loads(stream.getvalue())
     assert (found["batches"], found["right"], found["worst_regret"]) == (4, 2, 0.5)
+    assert found["one_preset"] == "a" and found["its_mean_regret"] == pytest.approx(0.1 / 3)
 
 
 @pytest.mark.deep

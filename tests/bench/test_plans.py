@@ -20,7 +20,9 @@ from parallel.plan.needs import Needs
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURE = Path(__file__).parent / "exact_plans.json"
 
-pytestmark = pytest.mark.deep  # the leaderboard is being finished
+BATCHES = [(8, 131_072, mix) for mix in MIXES] + [
+    pytest.param(64, 1_048_576, mix, marks=[] if mix == "wlb" else pytest.mark.deep) for mix in MIXES
+]
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -67,9 +69,8 @@ def test_bounds_hold_for_every_plan():
     assert bounds([64], 4) == (1.0, 0.75 * 0 + (3 * 16 + 16 * 3) / (4 * 48))
 
 
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize(("ranks", "tokens"), [(8, 131_072), (64, 1_048_576)])
-def test_planned_time_beats_every_peer(mix: str, ranks: int, tokens: int):
+@pytest.mark.parametrize(("ranks", "tokens", "mix"), BATCHES)
+def test_planned_time_beats_every_peer(ranks: int, tokens: int, mix: str):
     cluster = load_cluster("h100_8" if ranks == 8 else "h100_64")
     lengths = next(iter(packs(mix, tokens, 1)))
     seconds = {}
@@ -101,6 +102,7 @@ def test_received_counts_cells_before_the_end():
     assert value(keys) == 4.0
 
 
+@pytest.mark.deep
 def test_planner_is_near_the_optimum():
     """Deep plans of all kept cases, at the imbalance to which the optimum was solved: cells within 5% in all."""
     kept = json.loads(FIXTURE.read_text())
