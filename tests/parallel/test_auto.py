@@ -1,136 +1,151 @@
-"""strategy=auto: the candidates that fit, the reasons of those that do not, the cheapest under the model."""
+"""strategy=auto: what it weighs, what it leaves out and why, and that the cheapest under the model is what runs."""
+
+import dataclasses
 
 import pytest
+import torch.distributed as dist
 
-from bench.auto import batches
-from bench.packs import packs
-from data.mixes import MIXES
-from parallel.auto import candidate, candidates, resolve
+from parallel.api import ContextParallel
+from parallel.auto import Resolved, candidate, candidates, resolve
+from parallel.groups import Groups
 from parallel.plan.cost import load_cluster
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout
-from parallel.plan.mesh import MeshSpec
 from parallel.plan.predict import predict_plan
 from parallel.plan.verify import verify
 from parallel.plan.visibility import MaskSpec
 from parallel.sharding.planner import Planner
-from parallel.strategy import Strategy, load_strategy
+from parallel.strategy import Strategy, load_strategy, preset_names
 from tests.ranks.pool import RankPool
 
-SHAPE = AttentionShape(8, 4, 64, 64, "bf16")
-LENGTHS = [1500, 300, 200, 48]
+SHAPE = AttentionShape(8, 4, 16, 16, "bf16")
+SHORT = [156] * 8 + [100] * 8  # a pair on each of eight ranks, out of order
+MIXED = [900, 40, 300, 8, 8, 8, 500, 284]
 
 
-def auto(cluster: str = "cpu2", **axes: object) -> Strategy:
-    return load_strategy("auto", planner=Planner(cluster=cluster), **axes)
+def auto(**axes: object) -> Strategy:
+    return load_strategy("auto", dp=1, **axes)
 
 
-def layout_of(lengths: list[int]) -> PackedLayout:
-    return PackedLayout.from_lengths(lengths)
+def choose(lengths: list[int], ranks: int = 8, shape: AttentionShape = SHAPE, windows: tuple[int | None, ...] = (None,),
+           causal: bool = True, **axes: object) -> Resolved:  # fmt: skip
+    strategy = auto(**axes)
+    mesh = strategy.mesh(ranks, shape.H, shape.Hkv)
+    return resolve(strategy, mesh, PackedLayout.from_lengths(lengths), shape, windows, causal)
 
 
-def mesh_of(cp: int) -> MeshSpec:
-    return auto().mesh(cp, SHAPE.H, SHAPE.Hkv)
+def test_candidates_are_the_presets_that_split_a_sequence():
+    assert set(preset_names()) - set(candidates()) == {"auto", "local"}
 
 
-def test_the_cheapest_wins_and_the_runner_up_is_next():
-    """Every candidate's price is that of its own plans, and the least is run."""
-    found = resolve(auto(), mesh_of(4), layout_of(LENGTHS), SHAPE)
-    assert set(found.seconds) == set(candidates())
-    cluster = load_cluster("cpu2")
-    for name, seconds in found.seconds.items():
-        one = candidate(name, auto())
-        mesh = one.mesh(4, SHAPE.H, SHAPE.Hkv)
-        plan = one.plan(one.shard(layout_of(LENGTHS), mesh, SHAPE), SHAPE, MaskSpec())
-        assert predict_plan(plan, cluster).total_s == pytest.approx(seconds, rel=1e-12)
-    prices = list(found.seconds.values())
-    assert prices == sorted(prices) and prices[0] < prices[-1]
-    assert found.strategy.name == next(iter(found.seconds))
-    assert found.runner_up == list(found.seconds)[1]
+def test_every_candidate_that_fits_is_priced_and_the_cheapest_runs():
+    """Prices are those of plans made here one by one, each window's as often as layers have it."""
+    windows = (None, 64, 64)
+    found = choose(MIXED, windows=windows)
+    layout, cluster, expected = PackedLayout.from_lengths(MIXED), load_cluster("h100_8"), {}
+    for name in candidates():
+        strategy = load_strategy(name, dp=1)
+        placement = strategy.shard(layout, strategy.mesh(8, SHAPE.H, SHAPE.Hkv), SHAPE)
+        plans = [strategy.plan(placement, SHAPE, MaskSpec(window=window)) for window in windows]
+        expected[name] = sum(predict_plan(plan, cluster).total_s for plan in plans)
+    assert found.seconds == pytest.approx(expected)
+    assert list(found.seconds) == sorted(found.seconds, key=lambda name: (found.seconds[name], name))
+    assert found.strategy.name == min(expected, key=lambda name: (expected[name], name))
+    assert found.runner_up == sorted(expected, key=lambda name: (expected[name], name))[1]
+    assert set(found.plans) == {None, 64}
     for plan in found.plans.values():
         verify(plan)
+        assert list(plan.ranks) == list(range(8))
 
 
-def test_the_choice_follows_the_documents_and_the_cluster():
-    """Four quarters need no exchange of keys; one document is another matter, and slow wires too."""
-    choices = {
-        (cluster, len(lengths)): resolve(auto(cluster), mesh_of(4), layout_of(lengths), SHAPE).strategy.name
-        for cluster in ("cpu2", "h100_8")
-        for lengths in ([512] * 4, [2048])
-    }
-    for cluster in ("cpu2", "h100_8"):
-        assert choices[cluster, 4] != choices[cluster, 1]
+def test_documents_that_fit_ranks_travel_nowhere():
+    found = choose(SHORT)
+    assert sum(table.sum() - table.trace() for table in found.plans[None].bytes.values()) == 0
+    assert found.seconds[found.strategy.name] < found.seconds["ring"]
 
 
-def test_layers_are_priced_together():
-    """Windows of all layers: one placement, a plan for each distinct window, the price of every layer."""
-    layout, windows = layout_of(LENGTHS), (128, None, 128)
-    both = resolve(auto(), mesh_of(4), layout, SHAPE, windows)
-    assert list(both.plans) == [128, None]
-    narrow, whole = (resolve(auto(), mesh_of(4), layout, SHAPE, (window,)).seconds for window in windows[:2])
-    for name, seconds in both.seconds.items():
-        assert seconds == pytest.approx(2 * narrow[name] + whole[name], rel=1e-12)
+def test_choice_follows_the_batch_and_the_constants():
+    """One long document wants another schedule than many short ones; and a slower wire another than a fast one."""
+    shape = AttentionShape(32, 8, 128, 128, "bf16")
+    by_batch = {choose(lengths, shape=shape).strategy.name for lengths in ([65_536], [512] * 128)}
+    assert len(by_batch) == 2
+    prices = [choose(MIXED, planner=Planner(cluster=name)).seconds for name in ("h100_8", "cpu2")]
+    assert prices[0]["ring"] != prices[1]["ring"]
 
 
-def test_masks_that_an_exchange_refuses_leave_the_others():
-    """helper takes causal masks alone; without them auto chooses among the rest."""
-    found = resolve(auto(), mesh_of(4), layout_of(LENGTHS), SHAPE, causal=False)
-    assert "distflash" not in found.seconds and len(found.seconds) > 5
+def test_candidates_that_do_not_fit_are_left_out():
+    few_heads = choose(MIXED, shape=AttentionShape(2, 1, 16, 16, "bf16"))
+    assert "ulysses" not in few_heads.seconds and "ring" in few_heads.seconds
+    both_ways = choose(MIXED, causal=False)
+    assert "distflash" not in both_ways.seconds and "zigzag_ring" in both_ways.seconds
+    verify(both_ways.plans[None])
 
 
-def test_memory_binds_the_choice():
-    """A limit that half of the candidates keep leaves those, at their prices; one that none keeps is refused."""
-    free = resolve(auto(), mesh_of(4), layout_of(LENGTHS), SHAPE)
-    peaks = {}
-    for name in free.seconds:
-        one = candidate(name, auto())
-        plan = one.plan(one.shard(layout_of(LENGTHS), one.mesh(4, SHAPE.H, SHAPE.Hkv), SHAPE), SHAPE, MaskSpec())
-        peaks[name] = max(plan.peak_buffer_bytes(rank) for rank in plan.ranks)
-    limit = sorted(peaks.values())[len(peaks) // 2]
-    tight = resolve(auto(buffer_bytes=limit), mesh_of(4), layout_of(LENGTHS), SHAPE)
-    assert tight.seconds == {name: s for name, s in free.seconds.items() if peaks[name] <= limit}
-    assert 0 < len(tight.seconds) < len(free.seconds)
-    assert tight.strategy.name == next(iter(tight.seconds))
-    with pytest.raises(ValueError, match=r"no candidate fits 4 ranks.*ring: its buffers exceed .*buffer_bytes=0"):
-        resolve(auto(buffer_bytes=0), mesh_of(4), layout_of(LENGTHS), SHAPE)
+def test_buffers_are_kept_under_the_limit():
+    """With the limit one byte under what the free choice takes, another one runs; with none at all, none can."""
+    free = choose([2048])
+    peak = max(free.plans[None].peak_buffer_bytes(rank) for rank in range(8))
+    tight = choose([2048], buffer_bytes=peak - 1)
+    assert free.strategy.name not in tight.seconds
+    assert max(tight.plans[None].peak_buffer_bytes(rank) for rank in range(8)) < peak
+    assert tight.seconds.items() < free.seconds.items()
+    with pytest.raises(ValueError, match=r"no candidate fits 8 ranks.*ring: its buffers take \d+ bytes.*buffer_bytes"):
+        choose([2048], buffer_bytes=0)
 
 
-@pytest.mark.parametrize(
-    ("axes", "word"),
-    [
-        ({"sharding": "zigzag"}, "sharding"),
-        ({"inner_exchange": "all_to_all"}, "inner_exchange"),
-        ({"head_slices": 2}, "head_slices"),
-        ({"batch_groups": 2}, "batch_groups"),
-        ({"buffer_bytes": -1}, "give 0 or more"),
-    ],
-)
-def test_what_auto_sets_itself_is_refused(axes: dict, word: str):
-    with pytest.raises(ValueError, match=word):
-        auto(**axes)
+def test_what_auto_decides_cannot_be_set():
+    for axes, word in (
+        ({"sharding": "zigzag"}, "sharding=zigzag"),
+        ({"inner_exchange": "ring"}, "inner_exchange=ring"),
+        ({"cp_inner": 2}, "cp_inner=2"),
+        ({"batch_groups": "auto"}, "batch_groups=auto"),
+        ({"buffer_bytes": -1}, "buffer_bytes=-1"),
+    ):
+        with pytest.raises(ValueError, match=f"strategy.{word}"):
+            auto(**axes)
+    with pytest.raises(ValueError, match="buffer_bytes=5 belongs to exchange=auto"):
+        load_strategy("ring", buffer_bytes=5)
+    with pytest.raises(ValueError, match="chooses a strategy for the batch"):
+        strategy = auto()
+        placement = strategy.shard(PackedLayout.from_lengths(SHORT), strategy.mesh(8, 8, 4))
+        strategy.plan(placement, SHAPE, MaskSpec())
 
 
-def test_auto_plans_through_resolve_alone():
-    strategy, mesh = auto(), mesh_of(2)
-    with pytest.raises(ValueError, match=r"parallel\.auto\.resolve"):
-        strategy.plan(load_strategy("ring").shard(layout_of(LENGTHS), mesh), SHAPE, MaskSpec())
+def test_what_holds_for_all_candidates_reaches_them():
+    planner = Planner("deep", "bytes", 1.05, "h100_64")
+    strategy = auto(planner=planner, weights="fully_sharded", node_size=4)
+    for name in candidates():
+        one = candidate(name, strategy)
+        assert (one.weights, one.node_size) == ("fully_sharded", 4)
+        assert one.planner == (planner if one.sharding == "whole_document" else Planner())
 
 
-def choose(lengths: list[list[int]]) -> list[tuple[str, str]]:
-    """A rank's job: what it would run on each batch, and the plans' hash."""
-    found = [resolve(auto(), mesh_of(2), layout_of(some), SHAPE) for some in lengths]
-    return [(one.strategy.name, one.plans[None].hash) for one in found]
+def test_replicas_stay():
+    strategy = load_strategy("auto", dp=2)
+    found = resolve(strategy, strategy.mesh(8, SHAPE.H, SHAPE.Hkv), PackedLayout.from_lengths(MIXED), SHAPE)
+    assert (found.mesh.dp, found.mesh.cp) == (2, 4)
+
+
+@pytest.mark.parametrize("lengths", [[], [1], [5, 1, 1]], ids=str)
+def test_few_tokens_on_many_ranks(lengths: list[int]):
+    verify(choose(lengths).plans[None])
+
+
+def decide(batches: list[list[int]]) -> list[tuple[str, list[tuple[str, float]], str]]:
+    """A rank's job: (choice, prices in order, the plan's hash) of every batch, as bound."""
+    strategy, shape = auto(planner=Planner(cluster="cpu2")), dataclasses.replace(SHAPE, dtype="fp32")
+    mesh = strategy.mesh(dist.get_world_size(), shape.H, shape.Hkv)
+    cp = ContextParallel(strategy, mesh, Groups(mesh, dist.get_rank()), dist.get_rank())
+    found = []
+    for lengths in batches:
+        cp.bind(PackedLayout.from_lengths(lengths), shape, (None, 32))
+        assert cp.resolved is not None
+        plans = cp.resolved.plans.values()
+        found.append((cp.resolved.strategy.name, list(cp.resolved.seconds.items()), "".join(p.hash for p in plans)))
+    return found
 
 
 def test_all_ranks_choose_alike(ranks: RankPool):
-    """Processes of their own, without a word to each other."""
-    some = [next(iter(packs(mix, 1_024, 1))) for mix in ("web", "code")]
-    first, second = ranks.run(choose, some, world=2)
-    assert first == second == choose(some)
-
-
-def test_batches_of_the_bench_differ_and_are_full():
-    found = list(batches(30, 4096))
-    assert len(found) == 30 and len({tuple(lengths) for _, lengths in found}) == 30
-    assert {mix for mix, _ in found} == set(MIXES)
-    assert all(sum(lengths) == 4096 and min(lengths) > 0 for _, lengths in found)
+    answers = ranks.run(decide, [MIXED, SHORT, [2048], [1] * 50], world=4)
+    assert all(answer == answers[0] for answer in answers)
+    assert len({chosen for chosen, _, _ in answers[0]}) > 1
