@@ -222,6 +222,7 @@ class Config:
 UNHASHED = {
     "nproc": None,
     "wandb": None,
+    "model": {"path"},  # content_hash says what lies there
     "run": {
         "task", "lengths", "stop_at", "dir", "resume", "nonfinite", "eval_every", "save_every", "keep", "log_every",
         "timeout_s",

@@ -11,7 +11,7 @@ import pytest
 from bench.exact import brute_force, planned, received, solve, value
 from bench.packs import bounds, packs
 from bench.peers import PEERS
-from bench.plans import entries, measure
+from bench.plans import entries, main, measure
 from data.mixes import MIXES
 from parallel.plan.cost import load_cluster
 from parallel.plan.layout import PackedLayout
@@ -126,3 +126,19 @@ def test_command_prints_rows_and_writes_a_page(tmp_path: Path):
     assert {line["preset"] for line in lines} >= {*PEERS, "flashcp", "flashcp_hsap"}
     assert (tmp_path / "plans.csv").read_text().count("\n") == len(lines) + 1
     assert (tmp_path / "plans.png").stat().st_size > 1000
+
+
+def test_lengths_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """Any lengths, also such as do not divide by the ranks; what is no length is named."""
+    batch = tmp_path / "batch.txt"
+    batch.write_text("700\n20\n303\n")
+    command = ["plans", "--json", "--lengths", str(batch), "--ranks", "4"]
+    monkeypatch.setattr(sys, "argv", command)
+    main()
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {row["mix"] for row in rows} == {"batch"} and {row["tokens"] for row in rows} == {1023}
+    assert {row["preset"] for row in rows} >= {*PEERS, "flashcp_hsap"}
+    for text, word in (("12\nmany\n", "'many'"), ("0\n", "'0'"), ("", "empty")):
+        batch.write_text(text)
+        with pytest.raises(SystemExit, match=word):
+            main()
