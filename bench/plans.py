@@ -8,8 +8,9 @@
 
 Ratios are to an all-gather's keys (T - T / n to each of n ranks): `worst` the rank that receives most, `total` all,
 `padded` a gathered buffer as long as the fullest rank's; `step` counts forward and backward in bytes, every class in
-its dtype. `plan_ms` is processor time, the median. `priced` says how: `keys`, closed forms with each key sent once where it is needed, alike for peers and for
-presets that do so; or `steps`, a plan's own steps, walked one by one with their waits. Times are a layer's attention.
+its dtype. `priced` says how: `keys`, closed forms with each key sent once where it is needed, alike for peers and for
+presets that do so; or `steps`, a plan's own steps, walked one by one with their waits. Times are a layer's attention;
+`plan_ms` is the processor's time for a plan, the median.
 """
 
 import argparse
