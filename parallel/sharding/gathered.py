@@ -30,11 +30,16 @@ class GatheredShares(Shares):
     @classmethod
     def of(cls, shares: Shares) -> "GatheredShares":
         """A copy of `shares`, counted anew."""
-        own = cls(shares.lengths, shares.want, shares.short)
+        own = cls((), ())
+        own.take_from(shares)
         own.held_tokens = np.zeros_like(own.end)
         for rank, documents in enumerate(shares.held):
             for document, spans in documents.items():
-                own.put(rank, document, spans)
+                if document != own.padding:
+                    own.held_tokens[rank, document] = sum(hi - lo for lo, hi in spans)
+        last, furthest, others = _last_two(own.end)
+        own.received = own.held_tokens.sum(1)
+        np.subtract.at(own.received, last, furthest - others)
         return own
 
     def copy(self) -> "GatheredShares":
@@ -93,14 +98,19 @@ class GatheredShares(Shares):
         """[p, q] each: the last end, in p's document and in q's, of ranks other than a and q's owner b."""
         ends = self.end.copy()
         ends[a] = 0
-        last = ends.argmax(0)
-        first = ends.max(0)
-        ends[last, np.arange(ends.shape[1])] = 0
-        second = ends.max(0)
+        last, first, second = _last_two(ends)
         p_others = np.where(last[p_documents][:, None] == b[None, :], second[p_documents][:, None],
                             first[p_documents][:, None])  # fmt: skip
         q_others = np.where(last[q_documents] == b, second[q_documents], first[q_documents])
         return p_others, np.broadcast_to(q_others[None, :], p_others.shape)
+
+
+def _last_two(ends: Floats) -> tuple[np.ndarray, Floats, Floats]:
+    """Of ends [ranks, documents]: whose is the furthest, the furthest, and that of the others."""
+    last = ends.argmax(0)
+    others = ends.copy()
+    others[last, np.arange(ends.shape[1])] = 0
+    return last, ends.max(0), others.max(0)
 
 
 def _past(end: Floats, others: Floats) -> Floats:
