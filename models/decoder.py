@@ -168,7 +168,9 @@ class Decoder(nn.Module):
         not be traced. (A decoder with local attention also compiles whole: `torch.compile(decoder, fullgraph=True)`.)
         """
         parts = [  # isolated: another decoder in this process, as in a sweep, neither shares graphs nor counts as more
-            torch.compile(part, fullgraph=True, backend=backend, recompile_limit=16, isolate_recompiles=True)
+            torch.compile(  # pyright: ignore[reportCallIssue] its overloads lack the two limits
+                part, fullgraph=True, backend=backend, recompile_limit=16, isolate_recompiles=True
+            )
             for part in (DecoderLayer.before, DecoderLayer.after)
         ]
         for layer in self.layers:

@@ -141,7 +141,7 @@ def attend(
             f"attention has {(rows, queries)} and {keys}; use a cache whose lengths transformers' masks know"
         )
     other = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-    if cu_seq_lens_q is not None and other is not cu_seq_lens_q and not torch.equal(cu_seq_lens_q, other):
+    if other is not None and cu_seq_lens_q is not None and not torch.equal(cu_seq_lens_q, other):
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ; packed rows attend within themselves, so give one")
     mask = attention_mask.interval_mask(position_ids, cu_seq_lens_q)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -260,10 +260,12 @@ def _evaluated(
     found = []
     for start in range(0, queries, block):
         n = min(block, queries - start)
-        seen = sdpa_mask(
+        pairs = sdpa_mask(
             rows, n, keys, q_offset + start, kv_offset, function, None,
             allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
-        )[:, 0].int()  # fmt: skip
+        )  # fmt: skip
+        assert pairs is not None  # it may leave a mask out only where it is asked to
+        seen = pairs[:, 0].int()
         count, lo = seen.sum(-1), seen.argmax(-1)
         last = keys - 1 - seen.flip(-1).argmax(-1)
         if bool(((count > 0) & (last - lo + 1 != count)).any()):
