@@ -28,7 +28,8 @@ class Pattern:
 
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+_SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TAIL = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
 _HEAD = r"[^\r\n\p{L}\p{N}]?"
@@ -40,7 +41,7 @@ PATTERNS: dict[str, Pattern] = {
         ("gpt2", "r50k"),
     ),
     "cl100k": Pattern(
-        _WORDS + r"\p{N}{1,3}" + _REST,
+        _WORDS + r"\p{N}{1,3}" + _SIGNS + r"\s++$|" + _SPACE,
         {"<|endoftext|>": 1, "<|fim_prefix|>": 2, "<|fim_middle|>": 3, "<|fim_suffix|>": 4, "<|endofprompt|>": 20},
         ("cl100k",),
     ),
@@ -51,12 +52,12 @@ PATTERNS: dict[str, Pattern] = {
         ("o200k",),
     ),
     "llama3": Pattern(
-        _WORDS + r"\p{N}{1,3}" + _REST,
+        _WORDS + r"\p{N}{1,3}" + _SIGNS + _SPACE,
         {"<|begin_of_text|>": 0, "<|end_of_text|>": 1, "<|eot_id|>": 9, "<|reserved_special_token_247|>": 255},
         ("llama3", "llama-3", "llama_3"),
     ),
     "qwen": Pattern(
-        _WORDS + r"\p{N}" + _REST,
+        _WORDS + r"\p{N}" + _SIGNS + _SPACE,
         {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2},
         ("qwen",),
     ),
