@@ -5,6 +5,7 @@ documents; nothing but the blocks in use is held, and any place in a shard can b
 """
 
 import hashlib
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -37,7 +38,10 @@ def load(config: SourceConfig) -> Any:
         raise ValueError(f"data.path={config.path}: {_first_line(error)}") from None
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
+    """What went wrong first: the library wraps it in sentences without a reason."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
@@ -166,7 +170,7 @@ class HubStream:
         try:
             if self._open != (shard, start):
                 self._rows = iter(self._stream.shard(num_shards=self.shards, index=shard).skip(start))
-            records = [record for record, _ in zip(self._rows, range(BLOCK))]
+            records = list(itertools.islice(self._rows, BLOCK))
         except Exception as error:
             raise ValueError(f"{self._title}, shard {shard} of {self.shards}: {_first_line(error)}") from None
         self._open = (shard, start + len(records))

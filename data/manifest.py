@@ -177,7 +177,8 @@ def read_manifest(folder: str | Path) -> Manifest:
         manifest = from_values(root, values)
         _check(manifest, documents, tokens)
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} does not hold together ({error}); prepare the tokens again") from None
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path} does not hold together ({reason}); prepare the tokens again") from None
     return manifest
 
 

@@ -59,9 +59,10 @@ class ParquetRows:
 
     def _plain(self, value: Any) -> Any:
         """Text as str; a list of integers as an array, without an object for each."""
-        if self.is_text or not value.is_valid or value.values is None or value.values.null_count:
+        values = getattr(value, "values", None)  # of a list
+        if values is None or values.null_count:
             return value.as_py()
-        array = value.values.to_numpy(zero_copy_only=False)
+        array = values.to_numpy(zero_copy_only=False)
         return array if isinstance(array, np.ndarray) and array.dtype.kind in "iu" else value.as_py()
 
     def close(self) -> None:

@@ -68,7 +68,10 @@ def test_every_source_has_a_preset() -> None:
         ({"source": "synthetic", "tokenizer": "t.json"}, r"data\.tokenizer=t\.json cannot code source=synthetic"),
         ({"source": "mix"}, r"data\.source=mix needs data\.sources"),
         ({"sources": [MixPart()]}, r"data\.sources lists 1 sources, but data\.source=stdlib is one"),
-        ({"source": "mix", "sources": [MixPart(weight=0.0)]}, r"data\.sources\[0\]\.weight=0\.0 must be a finite number"),
+        (
+            {"source": "mix", "sources": [MixPart(weight=0.0)]},
+            r"data\.sources\[0\]\.weight=0\.0 must be a finite number",
+        ),
         ({"source": "mix", "sources": [MixPart(), MixPart("files")]}, r"data\.sources\[1\]\.source=files needs"),
         ({"source": "mix", "sources": [MixPart("mix")]}, r"data\.sources\[0\]\.source=mix would mix a mixture"),
         ({"source": "mix", "sources": [MixPart()] * 2}, r"data\.sources has 2 parts labelled 'stdlib'"),

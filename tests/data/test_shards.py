@@ -1,0 +1,230 @@
+"""Token shards: damage and traversal are caught at start; reading maps, and keeps memory flat."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data import shards as shards_module
+from data.config import DataConfig
+from data.documents import name_hash
+from data.loader import PackedLoader
+from data.shards import TokenShards
+
+
+@pytest.fixture
+def folder(tmp_path: Path, source_keys: Callable[[str], dict[str, Any]]) -> Path:
+    return Path(shutil.copytree(source_keys("tokens")["path"], tmp_path / "tokens"))
+
+
+def load(folder: Path, vocab_size: int = 258, **settings: Any) -> PackedLoader:
+    config = DataConfig(source="tokens", path=str(folder), tokenizer="manifest", seq_len=32, rows=2, **settings)
+    return PackedLoader(config, vocab_size, 0)
+
+
+def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    path = folder / "manifest.json"
+    values = json.loads(path.read_text())
+    edit(values)
+    path.write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("name", ["shard-00000.tokens", "shard-00000.index"])
+@pytest.mark.parametrize("place", [0, 100, -1])
+def test_a_flipped_bit_is_caught_at_start(folder: Path, name: str, place: int) -> None:
+    raw = bytearray((folder / name).read_bytes())
+    raw[place] ^= 1
+    (folder / name).write_bytes(raw)
+    with pytest.raises(ValueError, match=rf"{name} is damaged: its SHA-256 begins [0-9a-f]{{12}}, the manifest says"):
+        load(folder)
+
+
+def test_sizes_are_checked_whatever_verify_says(folder: Path) -> None:
+    path = folder / "shard-00000.tokens"
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-2])
+    for verify in ("full", "sizes"):
+        with pytest.raises(ValueError, match=rf"tokens has {len(raw) - 2} bytes, the manifest says {len(raw)}"):
+            load(folder, verify=verify)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"shard-00000\.tokens is missing"):
+        load(folder, verify="sizes")
+
+
+def test_an_id_beyond_the_manifests_largest_is_caught_when_read_where_hashes_are_not_checked(folder: Path) -> None:
+    path = folder / "shard-00000.tokens"
+    path.write_bytes(np.full(path.stat().st_size // 2, 60000, "<u2").tobytes())
+    with pytest.raises(ValueError, match=r"holds an id above its largest, 257: it is damaged"):
+        load(folder, verify="sizes").batch(0)
+
+
+@pytest.mark.parametrize("name", ["../shard-00000.tokens", "/etc/passwd", "a/b", "..", ".", "", ".hidden", "x\n"])
+def test_names_that_leave_the_folder_are_refused(folder: Path, name: str) -> None:
+    shutil.copy(folder / "shard-00000.tokens", folder.parent / "shard-00000.tokens")
+    change(folder, lambda values: values["shards"][0]["tokens_file"].update(name=name))
+    with pytest.raises(ValueError, match=r"the manifest names .*, which is no file of this folder"):
+        load(folder)
+
+
+def test_links_that_leave_the_folder_are_refused(folder: Path) -> None:
+    for name in ("shard-00000.tokens", "shard-00000.index"):
+        moved = folder.parent / name
+        (folder / name).rename(moved)
+        (folder / name).symlink_to(moved)
+        with pytest.raises(ValueError, match=rf"the manifest names '{name}', which is no file of this folder"):
+            load(folder)
+        (folder / name).unlink()
+        moved.rename(folder / name)
+    assert load(folder).batch(0).label_tokens
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer has 258 ids, model\.vocab_size=200"):
+        load(folder, 200)
+    path = folder / "shard-00000.tokens"
+    ids = np.frombuffer(path.read_bytes(), "<u2").copy()
+    ids[3] = 400
+    path.write_bytes(ids.tobytes())
+    digest = hashlib.sha256(ids.tobytes()).hexdigest()
+    change(folder, lambda values: values["shards"][0]["tokens_file"].update(sha256=digest))
+    with pytest.raises(ValueError, match=r"shard-00000\.tokens holds id 400, and the manifest says none above 257"):
+        load(folder)
+    change(folder, lambda values: values["shards"][0].update(max_id=400))
+    with pytest.raises(ValueError, match="holds id 400 of 258 ids"):
+        load(folder)
+    change(folder, lambda values: values.update(vocab_size=500))
+    with pytest.raises(ValueError, match=r"holds token id 400, outside the model's 258 ids; raise model\.vocab_size"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda v: v.update(version=2), r"manifest\.json has version 2, and 1 is read here"),
+        (lambda v: v.pop("version"), r"manifest\.json is no manifest of tokens"),
+        (lambda v: v.pop("dtype"), r"does not hold together"),
+        (lambda v: v.update(dtype="int64"), r"does not hold together .*dtype='int64'"),
+        (lambda v: v.update(documents=3), r"does not hold together \(3 documents"),
+        (lambda v: v.update(shards=[]), r"does not hold together"),
+        (lambda v: v.update(shards=3), r"does not hold together"),
+        (lambda v: v["shards"][0].update(extra=1), r"does not hold together"),
+        (lambda v: v["shards"][0].update(tokens=5), r"sizes of shard-00000\.tokens and its index do not fit"),
+        (lambda v: v["shards"][0]["index_file"].update(bytes=3), r"sizes of shard-00000\.tokens and its index"),
+        (lambda v: v["shards"][0]["tokens_file"].update(bytes="3"), r"does not hold together"),
+        (lambda v: v["tokenizer"].update(kind="other"), r"data\.tokenizer='other' is unknown"),
+    ],
+)
+def test_a_manifest_that_does_not_hold_together_is_one_sentence(
+    folder: Path, edit: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    change(folder, edit)
+    with pytest.raises(ValueError, match=message) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_manifest_says_what_to_do(folder: Path, tmp_path: Path) -> None:
+    (folder / "manifest.json").write_text("not json")
+    with pytest.raises(ValueError, match="is no manifest of tokens"):
+        load(folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"holds no manifest\.json; write one with data\.prepare"):
+        load(folder)
+    (folder / "progress.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"its preparation has not ended: run data\.prepare again"):
+        load(folder)
+
+
+def test_boundaries_that_do_not_fit_are_refused(folder: Path) -> None:
+    path = folder / "shard-00000.index"
+    raw = bytearray(path.read_bytes())
+    raw[:8], raw[8:16] = raw[8:16], raw[:8]
+    path.write_bytes(raw)
+    with pytest.raises(ValueError, match=r"document boundaries in shard-00000\.index do not fit its shard"):
+        load(folder, verify="sizes")
+
+
+def test_reading_maps_the_shard_and_gives_pages_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No read copies more than was asked for, and pages are given back once enough were touched."""
+    source = load(folder, verify="sizes").source
+    assert isinstance(source, TokenShards)
+    (view,) = source._views
+    copied: list[int] = []
+    real = np.frombuffer
+
+    def counted(buffer: Any, dtype: Any, count: int, offset: int) -> Any:
+        copied.append(count)
+        return real(buffer, dtype, count, offset)
+
+    monkeypatch.setattr(shards_module, "_TOUCHED", 3 * shards_module._AROUND)
+    monkeypatch.setattr(np, "frombuffer", counted)
+    touched = []
+    for i in range(10):
+        assert source.tokens(i, 1, 5).size == 4
+        touched.append(view._touched)
+    assert copied == [4] * 10
+    assert max(touched) <= 3 * shards_module._AROUND and touched.count(0) == 3
+
+
+READER = """
+import resource, sys
+import numpy as np
+from data.manifest import read_manifest
+from data.shards import TokenShards
+manifest = read_manifest(sys.argv[1])
+manifest.verify(hashes=sys.argv[2] == "full")
+source = TokenShards(manifest)
+source.tokens(0)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+total = 0
+for i in np.random.default_rng(0).permutation(source.size).tolist():
+    total += source.tokens(i).size
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, total)
+"""
+
+
+def write_corpus(folder: Path, shards: int, documents: int, length: int) -> None:
+    """Shards of equal documents, written as data.prepare writes them, but without a text."""
+    folder.mkdir()
+    listed = []
+    for s in range(shards):
+        ids = (np.arange(documents * length) % 251).astype("<u2").tobytes()
+        names = [f"d{s}:{i}" for i in range(documents)]
+        ends = np.arange(1, documents + 1) * length
+        name_ends = np.cumsum([len(name) for name in names])
+        hashes = np.array([name_hash(name) for name in names], "<u8")
+        index = ends.astype("<i8").tobytes() + hashes.tobytes() + name_ends.astype("<i8").tobytes()
+        files = {}
+        for kind, raw in (("tokens", ids), ("index", index + "".join(names).encode())):
+            (folder / f"shard-{s:05d}.{kind}").write_bytes(raw)
+            digest = hashlib.sha256(raw).hexdigest()
+            files[f"{kind}_file"] = {"name": f"shard-{s:05d}.{kind}", "bytes": len(raw), "sha256": digest}
+        listed.append({**files, "documents": documents, "tokens": documents * length, "max_id": 250, "source": "files"})
+    manifest = {
+        "version": 1, "documents": shards * documents, "tokens": shards * documents * length, "dtype": "uint16",
+        "tokenizer": {"kind": "byte"}, "tokenizer_file": None, "tokenizer_settings": {}, "vocab_size": 258,
+        "counts_bytes": True, "source": {}, "shard_tokens": documents * length, "shards": listed,
+    }  # fmt: skip
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("shards", "documents", "limit_mb"), [(2, 8000, 48), pytest.param(8, 32000, 160, marks=pytest.mark.deep)]
+)
+def test_memory_stays_flat(tmp_path: Path, shards: int, documents: int, limit_mb: int) -> None:
+    """A process reads 64 MB (deep: 1 GB) in random order; its memory grows by less than the bound on mapped pages."""
+    write_corpus(tmp_path / "big", shards, documents, 2000)
+    command = [sys.executable, "-c", READER, str(tmp_path / "big"), "full"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": "."})
+    grown_kb, total = map(int, done.stdout.split())
+    print(f"grew by {grown_kb / 1024:.1f} MB while {total * 2 / 1e6:.0f} MB were read")
+    assert total == shards * documents * 2000
+    assert grown_kb < limit_mb * 1024
