@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from data.batch import PackedBatch, build_batch
 from data.config import DataConfig
 from data.documents import FiniteDocuments, Source
+from data.hub import HubStream
 from data.mixture import Mixture
 from data.order import MixtureOrder, Order, order_of
 from data.packing import PACKINGS, Piece
@@ -170,7 +171,11 @@ class PackedLoader:
 
     def describe(self) -> str:
         """The corpus in words, as '665 documents of stdlib'."""
-        sizes = [f"{s.size:,} documents" if s.size is not None else "documents without end" for _, s, _ in self._parts]
+        kinds = {True: "streamed documents", False: "documents without end"}
+        sizes = [
+            kinds[isinstance(source, HubStream)] if source.size is None else f"{source.size:,} documents"
+            for _, source, _ in self._parts
+        ]
         if len(sizes) == 1:
             return sizes[0]
         return ", ".join(f"{size} of {label}" for size, (label, *_) in zip(sizes, self._parts))

@@ -35,54 +35,64 @@ class Order(Protocol):
 
 class StreamOrder:
     """The documents of a stream that train, or those held out: shards in an order drawn from (seed, epoch), each read
-    forward in blocks whose documents are shuffled. Held-out ones keep the stream's own order.
+    forward in blocks of documents that are shuffled. Held-out ones keep the stream's own order.
 
     Args:
         held_out: give the documents whose name's hash falls below `eval_fraction`, instead of the others.
+        part: tokens, the longest part of a document, shuffled like documents; None leaves documents whole.
         once: stop after one pass.
     """
 
-    def __init__(self, source: HubStream, eval_fraction: float, held_out: bool, seed: int, once: bool = False) -> None:
-        self._source, self._fraction, self._held_out, self._seed, self._once = (
-            source, eval_fraction, held_out, seed, once
-        )  # fmt: skip
+    def __init__(
+        self, source: HubStream, eval_fraction: float, held_out: bool, seed: int, part: int | None, once: bool
+    ) -> None:
+        self._source, self._fraction, self._held_out, self._seed = source, eval_fraction, held_out, seed
+        self._part, self._once = part, once
         self.restore([0, 0, 0, 0])
 
     def state(self) -> list[int]:
-        """Epoch, shards done, block of the shard, documents done of the block."""
+        """Epoch, shards done, block of the shard, documents or parts done of the block."""
         return [self.epoch, self._place, self._block, self._cursor]
 
     def restore(self, state: list[int]) -> None:
         self.epoch, self._place, self._block, self._cursor = state
-        self._order: NDArray[np.int64] | None = None
+        self._units: list[Piece] | None = None  # the block's documents or parts, in their order
         self._found = True  # whether this pass has given a document
         self._shards = self._shuffled(self._source.shards)
 
-    def _shuffled(self, count: int, *where: int) -> NDArray[np.int64]:
+    def _shuffled(self, count: int, *where: int) -> list[int]:
         if self._held_out:
-            return np.arange(count)
-        return np.random.default_rng([self._seed, 3, self.epoch, *where]).permutation(count)
+            return list(range(count))
+        return np.random.default_rng([self._seed, 3, self.epoch, *where]).permutation(count).tolist()
 
     def pull(self) -> Piece | None:
-        while True:
-            if self._place == self._shards.size:
-                if self._once:
-                    return None
+        while self._place < len(self._shards) or not self._once:
+            if self._place == len(self._shards):
                 self._next_pass()
-            shard = int(self._shards[self._place])
-            if self._order is None:
-                rows = self._source.block_rows(shard, self._block)
-                self._order = self._shuffled(rows, shard, self._block)
-            if self._cursor == self._order.size:
-                full = self._order.size == BLOCK
-                self._place, self._block, self._cursor = self._place + (not full), self._block + 1 if full else 0, 0
-                self._order = None
-                continue
-            document = self._source.number(shard, self._block * BLOCK + int(self._order[self._cursor]))
-            self._cursor += 1
-            if (name_hash(self._source.name(document)) / 2**64 < self._fraction) == self._held_out:
+            shard = self._shards[self._place]
+            if self._units is None:
+                units = self._read(shard)
+                self._units = [units[i] for i in self._shuffled(len(units), shard, self._block)]
+            if self._cursor < len(self._units):
                 self._found = True
-                return Piece(self.epoch, document, 0, self._source.length(document))
+                self._cursor += 1
+                return self._units[self._cursor - 1]
+            ended = self._source.block_rows(shard, self._block) < BLOCK
+            self._place, self._block = (self._place + 1, 0) if ended else (self._place, self._block + 1)
+            self._cursor, self._units = 0, None
+        return None
+
+    def _read(self, shard: int) -> list[Piece]:
+        """The documents of the split in the block, or their parts, as they lie there."""
+        found = []
+        for row in range(self._source.block_rows(shard, self._block)):
+            document = self._source.number(shard, self._block * BLOCK + row)
+            if (name_hash(self._source.name(document)) / 2**64 < self._fraction) == self._held_out:
+                length = self._source.length(document)
+                step = self._part or length
+                bounds = ((start, min(start + step, length)) for start in range(0, length, step))
+                found += [Piece(self.epoch, document, start, stop) for start, stop in bounds]
+        return found
 
     def _next_pass(self) -> None:
         if not self._found:
@@ -139,6 +149,6 @@ def order_of(
 ) -> Order:
     """The order of one source's documents; `indices` are the split's, for a source that has a last document."""
     if isinstance(source, HubStream):
-        return StreamOrder(source, eval_fraction, held_out, seed, once)
+        return StreamOrder(source, eval_fraction, held_out, seed, part, once)
     assert (indices is None) != isinstance(source, FiniteDocuments)
     return DocumentOrder(source, indices, seed, part, once)

@@ -85,6 +85,17 @@ def test_a_resumed_stream_is_the_uninterrupted_one(folder: Path, packing: str, s
         assert first.state_dict() == resumed.state_dict()
 
 
+def test_parts_of_a_long_document_are_shuffled_in_its_block(tmp_path: Path) -> None:
+    rows = [json.dumps({"text": chr(65 + i) * (600 if i == 3 else 40)}) for i in range(12)]
+    (tmp_path / "x.jsonl").write_text("\n".join(rows))
+    for packing, apart in (("best_fit", True), ("stream", False)):
+        loader = load(tmp_path, 1, packing=packing, eval_fraction=0.0, lookahead=1)
+        drawn = [piece for _ in range(12 + 9 * apart) if (piece := loader._order.pull()) is not None]
+        assert sum(piece.length for piece in drawn) == 602 + 11 * 42  # one pass, every token once
+        places = [n for n, piece in enumerate(drawn) if piece.document == 3]
+        assert (len(places) > 1 and places != list(range(places[0], places[-1] + 1))) == apart
+
+
 def test_a_stream_reads_on_and_holds_few_blocks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[tuple[int, int]] = []
     real = hub.HubStream._read
