@@ -13,12 +13,10 @@ from data.documents import FiniteDocuments
 from data.manifest import INDEX_BYTES, Manifest, Shard, read_manifest
 from data.tokenizer import Tokenizer, identity_text
 
-_TOUCHED = 64 << 20  # bytes of mapped pages that reads may hold before they are given back
-_AROUND = 128 << 10  # bytes that a read maps beyond its own: the kernel maps the pages around a fault as well
-
 
 class ShardView:
-    """One shard, mapped; pages that were read are given back now and then, so that memory stays flat.
+    """One shard, mapped. The pages of a read are given back after it, so that memory stays flat: they stay in the
+    kernel's cache, but a fault may map two megabytes for a document of a few kilobytes.
 
     Raises:
         ValueError: document boundaries that do not fit the shard.
@@ -29,7 +27,6 @@ class ShardView:
         self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
         with manifest.path(shard.tokens_file).open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._touched = 0
         index = np.memmap(manifest.path(shard.index_file), np.uint8, "r")
         n = shard.documents
         self.ends: NDArray[np.int64] = index[: 8 * n].view("<i8")
@@ -55,10 +52,7 @@ class ShardView:
     def read(self, start: int, stop: int) -> NDArray[np.int32]:
         """Tokens `start` to `stop` of the shard, copied. ValueError for an id above the manifest's largest."""
         ids = np.frombuffer(self._map, self._dtype, stop - start, start * self._dtype.itemsize).astype(np.int32)
-        self._touched += ids.size * self._dtype.itemsize + _AROUND
-        if self._touched > _TOUCHED:
-            self._map.madvise(mmap.MADV_DONTNEED)
-            self._touched = 0
+        self._map.madvise(mmap.MADV_DONTNEED)
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= self.shard.max_id:
             raise ValueError(
                 f"{self.shard.tokens_file.name} holds an id above its largest, {self.shard.max_id}: it is damaged; "
