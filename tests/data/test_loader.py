@@ -338,7 +338,7 @@ def test_every_mix_packs(mix: str, packing: str) -> None:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_source_loads(source: str, source_keys: Callable[[str], dict[str, Any]]) -> None:
-    config = DataConfig(source=source, seq_len=31, rows=2, eval_fraction=0.2, **source_keys(source))
+    config = DataConfig(source=source, seq_len=31, rows=2, eval_fraction=0.4, **source_keys(source))
     batch = PackedLoader(config, 258, 0).batch(0)
     assert batch.source_tokens() == {source: batch.label_tokens}
     assert batch.tokens.shape == (2, 31) and batch.label_tokens > 0

@@ -22,7 +22,7 @@ Keys = Callable[[str], dict[str, Any]]
 
 def mixed(keys: Keys, *weights: tuple[str, float], **settings: Any) -> DataConfig:
     parts = [MixPart(source=source, weight=weight, **keys(source)) for source, weight in weights]
-    shape = {"seq_len": 128, "rows": 4, "lookahead": 16, "eval_fraction": 0.2, "eval_rows": 8}
+    shape = {"seq_len": 128, "rows": 4, "lookahead": 16, "eval_fraction": 0.4, "eval_rows": 8}
     return DataConfig(source="mix", sources=parts, **{**shape, **settings})
 
 
@@ -51,7 +51,7 @@ def test_a_long_document_is_made_up_for(source_keys: Keys) -> None:
 
 
 def test_each_source_keeps_its_own_order_passes_and_held_out_documents(source_keys: Keys) -> None:
-    alone = DataConfig(source="files", seq_len=128, rows=4, eval_fraction=0.2, **source_keys("files"))
+    alone = DataConfig(source="files", seq_len=128, rows=4, eval_fraction=0.4, **source_keys("files"))
     for split in ("train", "eval"):
         loader = PackedLoader(mixed(source_keys, ("stdlib", 3.0), ("files", 1.0)), 258, 7, split)
         single = PackedLoader(alone, 258, 7, split)

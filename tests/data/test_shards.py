@@ -24,7 +24,8 @@ def folder(tmp_path: Path, source_keys: Callable[[str], dict[str, Any]]) -> Path
 
 
 def load(folder: Path, vocab_size: int = 258, **settings: Any) -> PackedLoader:
-    config = DataConfig(source="tokens", path=str(folder), tokenizer="manifest", seq_len=32, rows=2, **settings)
+    shape: dict[str, Any] = {"seq_len": 32, "rows": 2, "eval_fraction": 0.0, **settings}
+    config = DataConfig(source="tokens", path=str(folder), tokenizer="manifest", **shape)
     return PackedLoader(config, vocab_size, 0)
 
 
