@@ -3,6 +3,7 @@
 python train.py                                    the default run: the standard library's sources, a tiny model
 python train.py model=gpt2 data.seq_len=1024       another preset; `ls conf/*` lists them
 python train.py run.steps=50 optim.lr=1e-3         any key of the configuration
+python train.py model=hf model.path=DIR            go on from a Hugging Face checkpoint
 python train.py data=files 'data.paths=[corpus/*.txt]'
 python train.py -m run.seed=1,2,3                  a sweep: one run after the other, each in its own folder
 python train.py nproc=4 strategy.weights=fully_sharded     four ranks on this machine
@@ -21,6 +22,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 # nothing here loads torch, so that a mistake in the configuration shows within a second
+from training.adopt import adopt_checkpoint
 from training.config import Config
 from training.launch import launch
 from training.outcome import PeerLost, RankFailed
@@ -33,6 +35,7 @@ def main(composed: DictConfig) -> None:
     sweep = HydraConfig.get().mode is RunMode.MULTIRUN
     try:
         refuse_added_keys(OmegaConf.to_container(composed))
+        adopt_checkpoint(composed)
         config = OmegaConf.to_object(composed)
         assert isinstance(config, Config)
         config.validate()

@@ -105,7 +105,7 @@ def codec_cases(codecs: Sequence[CodecSpec], dtypes: Sequence[str], targets: Seq
                 own = codec.format in HARDWARE_FORMATS.get(target, ())
                 for kernel in CODEC_KERNELS:
                     for hardware in (False, True) if own and kernel.endswith("encode") else (False,):
-                        spec = codec_spec(kernel, codec, dtype, hardware)
+                        spec = codec_spec(kernel, codec, dtype, target, hardware)
                         option = f"{codec.format}{' hardware' if hardware else ''}"
                         yield Case(kernel, target, dtype, codec.group, spec, option=option)
 

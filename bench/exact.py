@@ -24,6 +24,7 @@ from parallel.sharding.planner import DEFAULT, Planner, Setting
 from parallel.sharding.whole_document import whole_document
 
 CELLS = 64  # of a batch
+Row = tuple[list[int], list[float], float, float]  # of a constraint: variables, factors, least, most
 
 
 def received(lengths: Sequence[int], owner: Sequence[int], ranks: int) -> tuple[list[int], list[int]]:
@@ -72,7 +73,7 @@ def solve(
     position = np.concatenate([np.arange(length) for length in lengths])
     hold = np.arange(cells * ranks).reshape(cells, ranks)
     reach, worst = hold + cells * ranks, 2 * cells * ranks
-    rows: list[tuple[list[int], list[float], float, float]] = []
+    rows: list[Row] = []
     for cell in range(cells):
         rows.append((hold[cell].tolist(), [1.0] * ranks, 1, 1))
         for rank in range(ranks):
@@ -88,28 +89,38 @@ def solve(
         step = 1 / ranks  # values are multiples of it
         columns = [*reach.ravel().tolist(), *hold.ravel().tolist(), worst]
         rows.append((columns, [step] * cells * ranks + [-step] * cells * ranks + [1.0], -np.inf, below - step))
-    data = [(i, j, v) for i, (columns, values, _, _) in enumerate(rows) for j, v in zip(columns, values)]
-    i, j, v = (np.array(column) for column in zip(*data))
-    matrix = coo_matrix((v, (i, j)), (len(rows), worst + 1)).tocsr()
     cost = np.zeros(worst + 1)
     cost[reach.ravel()], cost[hold.ravel()], cost[worst] = 1 / ranks, -1 / ranks, 1
     upper = np.ones(worst + 1)
     upper[worst] = cells
-    longest = int(np.argmax(lengths))
-    last = sum(lengths[: longest + 1]) - 1
+    rows += _rank_order(lengths, hold)
+    data = [(i, j, v) for i, (columns, values, _, _) in enumerate(rows) for j, v in zip(columns, values)]
+    i, j, v = (np.array(column) for column in zip(*data))
+    matrix = coo_matrix((v, (i, j)), (len(rows), worst + 1)).tocsr()
     lower = np.zeros(worst + 1)
-    lower[hold[last, 0]] = 1  # ranks are alike: the first one has the longest document's end
     integral = np.ones(worst + 1)
     integral[reach.ravel()] = 0
     found = milp(
         cost,
         integrality=integral,
-        bounds=Bounds(lower, upper),
-        constraints=LinearConstraint(matrix, [row[2] for row in rows], [row[3] for row in rows]),
+        bounds=Bounds(lower, upper),  # pyright: ignore[reportArgumentType]
+        constraints=LinearConstraint(matrix, [row[2] for row in rows], [row[3] for row in rows]),  # pyright: ignore[reportArgumentType]
         options={"time_limit": seconds},
     )
     best = None if found.x is None else round(float(found.fun) * ranks) / ranks
     return best, found.status in (0, 2)  # solved, or shown to have no plan
+
+
+def _rank_order(lengths: Sequence[int], hold: np.ndarray) -> list[Row]:
+    """Ranks are alike, so they are named in the order in which they hold documents' last cells, longest first: rank r
+    holds one only where rank r - 1 holds an earlier one."""
+    ends = np.cumsum(lengths)[np.argsort(-np.array(lengths), kind="stable")] - 1
+    rows: list[Row] = []
+    for number, end in enumerate(ends.tolist()):
+        for rank in range(1, hold.shape[1]):
+            earlier = hold[ends[:number], rank - 1].tolist()
+            rows.append(([*earlier, int(hold[end, rank])], [1.0] * number + [-1.0], 0, np.inf))
+    return rows
 
 
 def batches(count: int) -> list[list[int]]:
@@ -133,7 +144,7 @@ def planned(lengths: Sequence[int], ranks: int) -> tuple[float, int]:
     return value(needs.received.tolist()), int(needs.work.max())
 
 
-def write_fixture(path: str, count: int, ranks: int = 4, seconds: float = 60.0) -> None:
+def write_fixture(path: str, count: int, ranks: int = 4, seconds: float = 240.0) -> None:
     """Cases in which the optimum at the planner's own imbalance is proven, each {lengths, limit, optimum}."""
     cases = []
     for lengths in batches(4 * count):

@@ -31,14 +31,14 @@ def packs(mix: str, tokens: int, count: int, seed: int = 0) -> Iterator[list[int
         yield lengths
 
 
-def bounds(lengths: Sequence[int], ranks: int) -> tuple[float, float]:
+def bounds(lengths: Sequence[int], ranks: int, padding: int = 0) -> tuple[float, float]:
     """Keys that the worst rank, and all, must receive where only keys move, as shares of an all-gather's.
 
     With t tokens a rank: the rank with the longest document's last token lacks all but t of its keys. A document of L
     tokens lies on at least k = ceil(L / t) ranks, and the least that they lack in all is with full parts, the first one
     left over. Each rank's part of the all-gather is T - t keys.
     """
-    tokens = sum(lengths)
+    tokens = sum(lengths) + padding
     each = tokens / ranks
     if ranks == 1 or not tokens:
         return 0.0, 0.0

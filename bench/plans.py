@@ -9,7 +9,8 @@
 Ratios are to an all-gather's keys (T - T / n to each of n ranks): `worst` the rank that receives most, `total` all,
 `padded` a gathered buffer as long as the fullest rank's; `step` counts forward and backward in bytes, every class in
 its dtype. `priced` says how: `keys`, closed forms with each key sent once where it is needed, alike for peers and for
-presets that do so; or `steps`, a plan's own steps, walked one by one with their waits. Times are a layer's attention.
+presets that do so; or `steps`, a plan's own steps, walked one by one with their waits. Times are a layer's attention;
+`plan_ms` is the processor's time for a plan, the median.
 """
 
 import argparse
@@ -63,7 +64,7 @@ def entries(cluster: str, effort: str = "fast") -> list[Entry]:
     found = [Entry(name, None) for name in PEERS]
     for name in preset_names():
         strategy = load_strategy(name)
-        if strategy.exchange == "none" or strategy.batch_groups != 1:
+        if strategy.exchange in ("none", "auto") or strategy.batch_groups != 1:
             continue
         if strategy.sharding == "whole_document":
             for objective in ("time", "bytes"):
@@ -75,20 +76,20 @@ def entries(cluster: str, effort: str = "fast") -> list[Entry]:
 
 def measure(entry: Entry, lengths: list[int], ranks: int, cluster: Cluster) -> dict[str, float]:
     """One pack's figures, by column."""
-    layout = PackedLayout.from_lengths(lengths)
+    layout = PackedLayout.from_lengths(lengths, row_length=sum(lengths) + _padding(lengths, ranks))
     mesh = entry.strategy.mesh(ranks, SHAPE.H, SHAPE.Hkv) if entry.strategy else MeshSpec(cp_outer=ranks)
-    began = time.perf_counter()
+    began = time.process_time()
     if entry.strategy is None:
         sets: tuple[TokenSet, ...] = tuple(PEERS[entry.name](layout, ranks))
     else:
         placement = entry.strategy.shard(layout, mesh, SHAPE)
         sets = placement.sets
-    figures = {"plan_ms": (time.perf_counter() - began) * 1e3}
+    figures = {"plan_ms": (time.process_time() - began) * 1e3}
     if entry.by_keys:
         return figures | _by_keys(layout, sets, mesh, cluster)
     assert entry.strategy is not None
     plan = entry.strategy.plan(entry.strategy.shard(layout, mesh, SHAPE), SHAPE, MaskSpec())
-    figures["plan_ms"] = (time.perf_counter() - began) * 1e3
+    figures["plan_ms"] = (time.process_time() - began) * 1e3
     gathered = (layout.total_tokens - layout.total_tokens / ranks) * key_bytes(SHAPE)[0]
     step = (layout.total_tokens - layout.total_tokens / ranks) * sum(key_bytes(SHAPE))
     forward = np.sum(list(plan.bytes_of("forward").values()), axis=0)
@@ -108,6 +109,11 @@ def measure(entry: Entry, lengths: list[int], ranks: int, cluster: Cluster) -> d
         "shards": float(Needs.of(layout, sets).parts.sum()),
         **_milliseconds(seconds),
     }
+
+
+def _padding(lengths: list[int], ranks: int) -> int:
+    """Tokens that make the batch divide by the ranks, which the peers need."""
+    return -sum(lengths) % ranks
 
 
 def _by_keys(layout: PackedLayout, sets: tuple[TokenSet, ...], mesh: MeshSpec, cluster: Cluster) -> dict[str, float]:
@@ -140,7 +146,9 @@ def row(entry: Entry, mix: str, batches: list[list[int]], ranks: int, cluster: C
     figures = [measure(entry, lengths, ranks, cluster) for lengths in batches]
     means = {name: statistics.fmean(f[name] for f in figures) for name in figures[0]}
     means["plan_ms"] = statistics.median(f["plan_ms"] for f in figures)
-    worst, total = (statistics.fmean(b) for b in zip(*(bounds(lengths, ranks) for lengths in batches)))
+    worst, total = (
+        statistics.fmean(b) for b in zip(*(bounds(lengths, ranks, _padding(lengths, ranks)) for lengths in batches))
+    )
     planner = entry.strategy.planner if entry.strategy and entry.strategy.sharding == "whole_document" else None
     head: Row = {
         "mix": mix,
@@ -167,10 +175,6 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
         for ranks in args.ranks:
             cluster = load_cluster("h100_8" if ranks <= 8 else "h100_64")
             for mix, batches in _batches(args, tokens):
-                if sum(batches[0]) % ranks:
-                    raise ValueError(
-                        f"{mix}: {sum(batches[0])} tokens do not divide by {ranks} ranks, and the peers need that"
-                    )
                 for entry in entries(cluster.name, args.effort):
                     if entry.by_keys or sum(batches[0]) * ranks <= MOST_STEPS:
                         few = batches if entry.by_keys else batches[:2]
@@ -179,10 +183,23 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 
 def _batches(args: argparse.Namespace, tokens: int) -> Iterator[tuple[str, list[list[int]]]]:
     if args.lengths is not None:
-        yield args.lengths.stem, [[int(word) for word in args.lengths.read_text().split()]]
+        yield args.lengths.stem, [_lengths(args.lengths)]
         return
     for mix in args.mixes:
         yield mix, list(packs(mix, tokens, args.packs))
+
+
+def _lengths(path: Path) -> list[int]:
+    """The document lengths of a file, one a word. SystemExit, one sentence, for what is no length or no file."""
+    try:
+        words = path.read_text().split()
+    except OSError as error:
+        raise SystemExit(f"--lengths {path}: {error.strerror}; give a file of document lengths, one a line") from error
+    bad = [word for word in words if not word.isdecimal() or int(word) < 1]
+    if bad or not words:
+        what = f"{bad[0]!r} is no length" if bad else "it is empty"
+        raise SystemExit(f"--lengths {path}: {what}; give document lengths of at least 1 token, one a line")
+    return [int(word) for word in words]
 
 
 def draw(table: list[Row], path: Path) -> None:
@@ -207,9 +224,9 @@ def draw(table: list[Row], path: Path) -> None:
         axes[1][column].bar(names, [float(r["total_ms"]) / fastest for r in some], color=colours)
         axes[0][column].tick_params(axis="x", labelbottom=False)
         axes[1][column].tick_params(axis="x", rotation=90)
-    axes[0][0].set_ylabel("keys received by the worst rank\n(of an all-gather's; dotted: bound)")
-    axes[1][0].set_ylabel("predicted attention time\n(over the fastest)")
-    figure.suptitle(f"{first[0]:,} tokens on {first[1]} ranks")
+    axes[0][0].set_ylabel("worst rank's keys\nof an all-gather's\n(dotted: bound)")
+    axes[1][0].set_ylabel("predicted time\nover the fastest")
+    figure.suptitle(f"{first[0]:,} tokens on {first[1]} ranks (blue: presets, grey: peers)")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
@@ -255,10 +272,11 @@ def main() -> None:
         args.tokens, args.ranks, args.packs = [131_072], [8], 20
     if args.lengths is not None:
         args.tokens = [0]
-    table = []
+    table: list[Row] = []
     for line in rows(args):
         table.append(line)
         report.row(line)
+    drawn = len(table)
     if args.quick and args.lengths is None:
         batches = list(packs("wlb", 131_072, 300))
         strategy = replace(load_strategy("flashcp_hsap"), planner=Planner(objective="bytes"))
@@ -270,7 +288,7 @@ def main() -> None:
             writer = csv.DictWriter(file, list(table[0]))
             writer.writeheader()
             writer.writerows(table)
-        draw(table, args.out / "plans.png")
+        draw(table[:drawn], args.out / "plans.png")
         report.note(f"written: {args.out / 'plans.csv'}, {args.out / 'plans.png'}")
 
 

@@ -1,4 +1,4 @@
-"""A whole training step on CPU: with the masked attention, and with SDPA under a dense document mask."""
+"""A whole training step on CPU: with the masked attention, eager and compiled, and with SDPA under a dense mask."""
 
 from __future__ import annotations
 
@@ -46,15 +46,16 @@ def step_section(report: Report, sizes: list[int], repeats: int, seed: int) -> N
     assert isinstance(config, ModelConfig)
     report.note(
         "\nTraining step of the tiny preset, ms: masks, forward, loss, backward, AdamW. dense: the same model, SDPA "
-        "with an additive mask [T, T]."
+        "with an additive mask [T, T]. compiled: ours with model.compile=true, once its graphs are made."
     )
     for tokens in sizes:
         for mix in ("web", "code", "stdlib"):
             lengths = document_lengths(mix, tokens, seed)
             seconds = _time_steps(config, lengths, repeats, seed)
-            ours, dense = median(seconds["ours"]), median(seconds["dense"])
-            row = {"step": mix, "tokens": tokens, "ours_ms": ours * 1e3, "dense_ms": dense * 1e3}
-            report.row({**row, "tokens_per_s": tokens / ours, "x_dense": dense / ours})
+            ours, compiled, dense = (median(seconds[name]) for name in ("ours", "compiled", "dense"))
+            times = {"ours_ms": ours * 1e3, "compiled_ms": compiled * 1e3, "dense_ms": dense * 1e3}
+            rates = {"tokens_per_s": tokens / ours, "x_compiled": compiled / ours, "x_dense": dense / ours}
+            report.row({"step": mix, "tokens": tokens, **times, **rates})
 
 
 def _time_steps(config: ModelConfig, lengths: list[int], repeats: int, seed: int) -> dict[str, list[float]]:
@@ -63,19 +64,22 @@ def _time_steps(config: ModelConfig, lengths: list[int], repeats: int, seed: int
     positions = torch.cat([torch.arange(n) for n in lengths])
     labels = tokens.roll(-1)
     labels[torch.tensor(lengths).cumsum(0) - 1] = -100
-    models = {name: Decoder(config, seed=seed) for name in ("ours", "dense")}
+    models = {name: Decoder(config, seed=seed) for name in ("ours", "compiled", "dense")}
+    models["compiled"].compile_layers()
     optimizers = {name: torch.optim.AdamW(m.parameters(), fused=True) for name, m in models.items()}
     seconds: dict[str, list[float]] = {name: [] for name in models}
     losses: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(repeats + 1):
         for name, model in models.items():
             start = time.perf_counter()
-            attend = masked(lengths, config) if name == "ours" else DenseAttention(lengths)
+            attend = DenseAttention(lengths) if name == "dense" else masked(lengths, config)
             loss = model.loss(tokens, positions, labels, attend, valid_tokens=int((labels >= 0).sum()))
             loss.backward()
             optimizers[name].step()
             optimizers[name].zero_grad()
             seconds[name].append(time.perf_counter() - start)
             losses[name].append(loss.item())
-    torch.testing.assert_close(torch.tensor(losses["ours"]), torch.tensor(losses["dense"]), rtol=1e-3, atol=1e-3)
+    for name, tolerance in (("dense", 1e-3), ("compiled", 1e-5)):
+        found, wanted = torch.tensor(losses[name]), torch.tensor(losses["ours"])
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
     return {name: times[1:] for name, times in seconds.items()}  # the first pays for warming up

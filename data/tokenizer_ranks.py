@@ -1,4 +1,4 @@
-r"""A tokenizer from a tiktoken rank file: lines of a base64 token and its rank, and nothing of how text is cut.
+"""A tokenizer from a tiktoken rank file: lines of a base64 token and its rank, and nothing of how text is cut.
 
 The pattern that cuts the text and the special tokens are facts of each model, listed here by the encoding's name. They
 are those that the publishers state: OpenAI's tiktoken (gpt2, cl100k, o200k), Meta's Llama 3 and Alibaba's Qwen.

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from kernels.autograd import attention_op, scale_of
 from kernels.backends import BACKENDS, choose_backend
 from kernels.checks import check_inputs
 from kernels.combine import merge
@@ -52,9 +53,13 @@ def attention(
         ValueError: inputs that do not fit together, overlapping bands, or a backend that is unknown or not able.
     """
     masks = (mask,) if isinstance(mask, IntervalMask) else tuple(mask)
+    if torch.compiler.is_compiling():  # the operator checks its inputs when it runs
+        sides = [side for mask in masks for side in mask.sides]
+        out, lse = attention_op(q, k, v, sink, sides, softmax_scale, softcap, backend)
+        return out.to(q.dtype), lse
     check_inputs(q, k, v, masks, softmax_scale, softcap, sink)
     require_disjoint(masks)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    scale = scale_of(q, softmax_scale)
     with torch.autocast(q.device.type, enabled=False):  # the arithmetic's precision is the contract's, not the caller's
         return choose_backend(backend, q).attention(q, k, v, masks, scale, softcap, sink)
 
@@ -76,22 +81,42 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out: Tensor | None = None,
+    s_aux: Float[Tensor, " H"] | None = None,
+    learnable_sink: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "Tq H Dv"] | tuple[Float[Tensor, "Tq H Dv"], Float[Tensor, "H Tq"], None]:
-    """The varlen call of flash-attn, with its meaning: bottom-right causal, `window_size` (left, right), -1 for all.
+    """The varlen call of flash-attn 2, with its meaning: bottom-right causal, `window_size` (left, right), -1 for all.
+
+    Keyword-only arguments are those of its later versions: the sinks work (either name), the others are refused.
 
     Returns out, or (out, lse [H, Tq], None) with `return_attn_probs`; lse is differentiable here. Every backend is
     deterministic, so `deterministic` changes nothing. Tokens after cu_seqlens[-1] are padding: out 0. A training loop
     that calls this in several layers should build one IntervalMask and call `attention`.
 
     Raises:
-        ValueError: dropout, ALiBi slopes or a block table, which are not supported; a max_seqlen below the longest
-            document (checked on lists and CPU tensors); and what `attention` refuses.
+        ValueError: dropout, or another argument that is not supported and set; a max_seqlen below the longest document
+            (checked on lists and CPU tensors); and what `attention` refuses.
     """
     if dropout_p != 0.0:
         raise ValueError(f"dropout_p={dropout_p} is not supported; pass 0 and drop on the attention output instead")
-    if alibi_slopes is not None or block_table is not None:
-        name = "alibi_slopes" if alibi_slopes is not None else "block_table"
-        raise ValueError(f"{name} is not supported; pass None")
+    refused = {
+        "alibi_slopes": alibi_slopes, "block_table": block_table, "seqused_q": seqused_q, "seqused_k": seqused_k,
+        "leftpad_k": leftpad_k, "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
+        "out": out,
+    }  # fmt: skip
+    for name, value in refused.items():
+        if value is not None:
+            raise ValueError(f"{name} is not supported; pass None")
+    if s_aux is not None and learnable_sink is not None:
+        raise ValueError("s_aux and learnable_sink are two names of the sink; pass one")
     for name, cu, longest in (("q", cu_seqlens_q, max_seqlen_q), ("k", cu_seqlens_k, max_seqlen_k)):
         if not isinstance(cu, Tensor) or cu.device.type == "cpu":
             lengths = [int(b) - int(a) for a, b in pairwise(cu)]
@@ -101,10 +126,11 @@ def flash_attn_varlen_func(
         cu_seqlens_q,
         cu_seqlens_k,
         causal=causal,
-        window=window_size,
+        window=(window_size[0], window_size[1]),
         device=q.device,
         total_q=q.shape[0],
         total_k=k.shape[0],
     )
-    out, lse = attention(q, k, v, mask, softmax_scale=softmax_scale, softcap=softcap or None)
-    return (out, lse, None) if return_attn_probs else out
+    sink = learnable_sink if s_aux is None else s_aux
+    result, lse = attention(q, k, v, mask, softmax_scale=softmax_scale, softcap=softcap or None, sink=sink)
+    return (result, lse, None) if return_attn_probs else result

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.autograd import Gradients, Passes, Saved
+from kernels.combine import sink_gradient
 from kernels.mask import IntervalMask
-from kernels.rounds import Rounds, Stats
+from kernels.rounds import Rounds, Stats, row_delta
 
 
 def dense_mask(masks: Sequence[IntervalMask], Tq: int, Tk: int) -> Tensor:
@@ -52,6 +54,19 @@ def attention_reference(
     out = torch.where(sees[:, None, None], out, 0)
     covered = torch.arange(q.shape[0], device=q.device) < max(mask.Tq for mask in masks)
     return out.to(q.dtype), torch.where(normal & covered, scores.logsumexp(-1), -float("inf"))
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    masks: Sequence[IntervalMask],
+    scale: float,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    out, lse = attention_reference(q, k, v, masks, scale, softcap, sink)
+    return out.contiguous(), lse.contiguous()
 
 
 class ReferenceRounds(Rounds):
@@ -144,3 +159,21 @@ def _scores(q: Tensor, k: Tensor, hidden: Tensor, scale: float, softcap: float |
         slope = 1 - bend * bend
         scores = bend * softcap
     return scores.masked_fill_(hidden, -float("inf")), slope
+
+
+def _backward(saved: Saved, dout: Tensor | None, dlse: Tensor | None, need_q: bool, need_kv: bool) -> Gradients:
+    """By the rounds' formulas: autograd cannot record inside an operator."""
+    q, k, v, lse = saved.q, saved.k, saved.v, saved.lse
+    dout = torch.zeros_like(saved.out) if dout is None else dout
+    rounds, delta = ReferenceRounds(), row_delta(saved.out, dout, lse, dlse)
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (q, k, v))
+    for mask in saved.masks:
+        rounds.backward(q, k, v, dout, Stats(delta, lse), mask, dq, dk, dv, saved.scale, saved.softcap)
+    dsink = None
+    if saved.sink is not None:
+        covered = max(mask.Tq for mask in saved.masks)
+        dsink = sink_gradient(saved.sink, lse[:, :covered], delta[:, :covered])
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
+
+
+PASSES = Passes(_forward, _backward, wide=False)

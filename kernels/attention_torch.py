@@ -7,13 +7,12 @@ gradients simply add up (FlashAttention-2, arXiv 2307.08691, section 3.1). Half 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.checks import first_order
+from kernels.autograd import Gradients, Passes, Saved, differentiable
 from kernels.combine import merge_into, sink_gradient
 from kernels.dense import CappedDense, Dense, FlashDense
 from kernels.mask import IntervalMask
@@ -31,49 +30,51 @@ def attention_torch(
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(out [Tq, H, Dv], lse [H, Tq]) of `kernels.api.attention`, in fp64 for fp64 inputs and in fp32 otherwise."""
-    covered = max(mask.Tq for mask in masks)
-    out, lse = _StaircaseAttention.apply(q, k, v, sink, plan_staircase(masks), choose_dense(scale, softcap), covered)
+    return differentiable(PASSES, q, k, v, masks, scale, softcap, sink)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    masks: Sequence[IntervalMask],
+    scale: float,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    plan, dense = plan_staircase(masks), choose_dense(scale, softcap)
+    T, H, Dv = *q.shape[:2], v.shape[2]
+    if sink is None and len(plan.slices) == 1 and not plan.batches and plan.slices[0].q1 - plan.slices[0].q0 == T:
+        out, log = _forward_slice(dense, plan.slices[0], *_widened(q, k, v))
+        return out[..., :Dv].contiguous(), log.T.contiguous()
+    out = q.new_zeros(T, H, Dv, dtype=_high(q))
+    lse = q.new_full((H, T), -float("inf"), dtype=_high(q))
+    if sink is not None:
+        lse[:, : _covered(masks)] = sink[:, None]  # a partial result of the sink alone
+    forward_parts(plan, dense, q, k, v, out, lse, sink is None)
     return out, lse
 
 
-class _StaircaseAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: StaircasePlan, dense: Dense, covered: int
-    ) -> tuple[Tensor, Tensor]:
-        T, H, Dv = *q.shape[:2], v.shape[2]
-        if sink is None and len(plan.slices) == 1 and not plan.batches and plan.slices[0].q1 - plan.slices[0].q0 == T:
-            out, log = _forward_slice(dense, plan.slices[0], *_widened(q, k, v))
-            out, lse = out[..., :Dv].contiguous(), log.T.contiguous()
-        else:
-            out = q.new_zeros(T, H, Dv, dtype=_high(q))
-            lse = q.new_full((H, T), -float("inf"), dtype=_high(q))
-            if sink is not None:
-                lse[:, :covered] = sink[:, None]  # a partial result of the sink alone
-            forward_parts(plan, dense, q, k, v, out, lse, sink is None)
-        ctx.plan, ctx.dense, ctx.covered = plan, dense, covered
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, sink, out, lse)
-        return out.to(q.dtype), lse
+def _backward(saved: Saved, dout: Tensor | None, dlse: Tensor | None, need_q: bool, need_kv: bool) -> Gradients:
+    q, k, v, sink, out, lse = saved.q, saved.k, saved.v, saved.sink, saved.out, saved.lse
+    dout = torch.zeros_like(out) if dout is None else dout
+    delta = None if dlse is None and sink is None else row_delta(out, dout, lse, dlse)
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=_high(x)) for x in (q, k, v))
+    merged = out if dlse is None else None
+    plan, dense = plan_staircase(saved.masks), choose_dense(saved.scale, saved.softcap)
+    backward_parts(plan, dense, q, k, v, dout, merged, delta, lse, dq, dk, dv, True)
+    dsink = None
+    if sink is not None and delta is not None:
+        covered = _covered(saved.masks)
+        dsink = sink_gradient(sink, lse[:, :covered], delta[:, :covered])
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
 
-    @staticmethod
-    @first_order
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        dout, dlse = grads
-        q, k, v, sink, out, lse = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * 7
-        dout = torch.zeros_like(out) if dout is None else dout
-        delta = None if dlse is None and sink is None else row_delta(out, dout, lse, dlse)
-        dq, dk, dv = (x.new_zeros(x.shape, dtype=_high(x)) for x in (q, k, v))
-        merged = out if dlse is None else None
-        backward_parts(ctx.plan, ctx.dense, q, k, v, dout, merged, delta, lse, dq, dk, dv, True)
-        dsink = None
-        if sink is not None and delta is not None:
-            dsink = sink_gradient(sink, lse[:, : ctx.covered], delta[:, : ctx.covered])
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None
+
+PASSES = Passes(_forward, _backward, wide=True)
+
+
+def _covered(masks: Sequence[IntervalMask]) -> int:
+    return max(mask.Tq for mask in masks)
 
 
 class TorchRounds(Rounds):

@@ -1,4 +1,4 @@
-"""Host side of the Triton attention: launches, the accumulate form for rounds of a schedule, and autograd.
+"""Host side of the Triton attention: launches, both directions, and the accumulate form for rounds of a schedule.
 
 `forward_into` and `backward_into` take one mask and write into given buffers; with `add` they merge into, or add to,
 what is there, so that rounds of a schedule and bands of a mask need no separate pass.
@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.attention_bwd import attention_delta, attention_dkdv, attention_dq
 from kernels.attention_fwd import attention_forward
-from kernels.checks import first_order
+from kernels.autograd import Gradients, Passes, Saved, differentiable
 from kernels.combine import sink_gradient
 from kernels.mask import INT32_MAX, IntervalMask
 from kernels.rounds import Rounds, Stats
@@ -39,65 +39,55 @@ def attention_triton(
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(out [Tq, H, Dv] in q's dtype, lse [H, Tq] fp32) of `kernels.api.attention`; fp32, fp16 and bf16 inputs."""
-    out, lse = _TritonAttention.apply(q, k, v, sink, tuple(masks), scale, softcap)
-    return out, lse
+    return differentiable(PASSES, q, k, v, masks, scale, softcap, sink)
 
 
-class _TritonAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        masks: tuple[IntervalMask, ...],
-        scale: float,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor]:
-        q, k, v = (_adjacent(x) for x in (q, k, v))
-        H, covered = q.shape[1], max(mask.Tq for mask in masks)
-        one = len(masks) == 1
-        out = q.new_empty(q.shape[0], H, v.shape[2], dtype=q.dtype if one else torch.float32)
-        lse = q.new_empty(H, q.shape[0], dtype=torch.float32)
-        if one:
-            out[covered:] = 0
-            lse[:, covered:] = -math.inf
-            forward_into(q, k, v, masks[0], out, lse, scale, softcap, sink)
-        else:
-            out.zero_()
-            lse.fill_(-math.inf)
-            if sink is not None:
-                lse[:, :covered] = sink[:, None]  # a partial result of the sink alone
-            for mask in masks:
-                forward_into(q, k, v, mask, out, lse, scale, softcap, add=True)
-        out = out.to(q.dtype)
-        ctx.masks, ctx.scale, ctx.softcap, ctx.covered = masks, scale, softcap, covered
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, sink, out, lse)
-        return out, lse
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    masks: Sequence[IntervalMask],
+    scale: float,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (_adjacent(x) for x in (q, k, v))
+    H, covered = q.shape[1], max(mask.Tq for mask in masks)
+    one = len(masks) == 1
+    out = q.new_empty(q.shape[0], H, v.shape[2], dtype=q.dtype if one else torch.float32)
+    lse = q.new_empty(H, q.shape[0], dtype=torch.float32)
+    if one:
+        out[covered:] = 0
+        lse[:, covered:] = -math.inf
+        forward_into(q, k, v, masks[0], out, lse, scale, softcap, sink)
+    else:
+        out.zero_()
+        lse.fill_(-math.inf)
+        if sink is not None:
+            lse[:, :covered] = sink[:, None]  # a partial result of the sink alone
+        for mask in masks:
+            forward_into(q, k, v, mask, out, lse, scale, softcap, add=True)
+    return out.to(q.dtype), lse
 
-    @staticmethod
-    @first_order
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        dout, dlse = grads
-        q, k, v, sink, out, lse = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * 7
-        dout = torch.zeros_like(out) if dout is None else _adjacent(dout)
-        delta, lse2 = delta_of(out, dout, lse, dlse, ctx.covered)
-        one = len(ctx.masks) == 1
-        need_q, need_k, need_v = ctx.needs_input_grad[:3]
-        covered_q, covered_k = (ctx.masks[0].Tq, ctx.masks[0].Tk) if one else (0, 0)
-        dq = _gradient_buffer(q, covered_q, one) if need_q else None
-        dk, dv = (_gradient_buffer(x, covered_k, one) if need_k or need_v else None for x in (k, v))
-        for mask in ctx.masks:
-            backward_into(q, k, v, dout, delta, lse2, mask, dq, dk, dv, ctx.scale, ctx.softcap, add=not one)
-        dq, dk, dv = (None if grad is None else grad.to(q.dtype) for grad in (dq, dk, dv))
-        dsink = None if sink is None else sink_gradient(sink, lse[:, : ctx.covered], delta[:, : ctx.covered])
-        return dq, dk, dv, dsink, None, None, None
+
+def _backward(saved: Saved, dout: Tensor | None, dlse: Tensor | None, need_q: bool, need_kv: bool) -> Gradients:
+    q, k, v = (_adjacent(x) for x in (saved.q, saved.k, saved.v))
+    out, lse, masks, sink = saved.out, saved.lse, saved.masks, saved.sink
+    dout = torch.zeros_like(out) if dout is None else _adjacent(dout)
+    covered = max(mask.Tq for mask in masks)
+    delta, lse2 = delta_of(out, dout, lse, dlse, covered)
+    one = len(masks) == 1
+    covered_q, covered_k = (masks[0].Tq, masks[0].Tk) if one else (0, 0)
+    dq = _gradient_buffer(q, covered_q, one) if need_q else None
+    dk, dv = (_gradient_buffer(x, covered_k, one) if need_kv else None for x in (k, v))
+    for mask in masks:
+        backward_into(q, k, v, dout, delta, lse2, mask, dq, dk, dv, saved.scale, saved.softcap, add=not one)
+    dq, dk, dv = (None if grad is None else grad.to(q.dtype) for grad in (dq, dk, dv))
+    dsink = None if sink is None else sink_gradient(sink, lse[:, :covered], delta[:, :covered])
+    return dq, dk, dv, dsink
+
+
+PASSES = Passes(_forward, _backward, wide=False)
 
 
 def forward_into(

@@ -10,8 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.attention_reference import ReferenceRounds, attention_reference
-from kernels.attention_torch import TorchRounds, attention_torch
+from kernels import attention_reference, attention_torch
+from kernels.autograd import Passes
 from kernels.mask import IntervalMask
 from kernels.rounds import Rounds
 from kernels.runtime import interpreted, triton_installed
@@ -28,6 +28,7 @@ class Backend:
     """One implementation of attention(q, k, v, masks, scale, softcap, sink) -> (out, lse) on checked inputs."""
 
     attention: AttentionFunction
+    passes: Callable[[], Passes]  # its two directions, which a compiler's graph calls
     rounds: Callable[[], Rounds]  # its accumulate form
     device_types: tuple[str, ...] | None  # None: any
     about: str
@@ -47,6 +48,12 @@ def _attention_triton(
     from kernels.attention_triton import attention_triton
 
     return attention_triton(q, k, v, masks, scale, softcap, sink)
+
+
+def _triton_passes() -> Passes:
+    from kernels.attention_triton import PASSES
+
+    return PASSES
 
 
 def _triton_rounds() -> Rounds:
@@ -69,17 +76,26 @@ def _triton_refuses(q: Tensor) -> str | None:
 
 BACKENDS: dict[str, Backend] = {
     "torch": Backend(
-        attention_torch, TorchRounds, ("cpu",), "torch's flash operator on the parts of the mask, O(T) memory"
+        attention_torch.attention_torch,
+        lambda: attention_torch.PASSES,
+        attention_torch.TorchRounds,
+        ("cpu",),
+        "torch's flash operator on the parts of the mask, O(T) memory",
     ),
     "triton": Backend(
         _attention_triton,
+        _triton_passes,
         _triton_rounds,
         ("cuda", "cpu"),
         "Triton kernels that visit only seen tiles",
         _triton_refuses,
     ),
     "reference": Backend(
-        attention_reference, ReferenceRounds, None, "dense scores and autograd; defines what is correct"
+        attention_reference.attention_reference,
+        lambda: attention_reference.PASSES,
+        attention_reference.ReferenceRounds,
+        None,
+        "dense scores and autograd; defines what is correct",
     ),
 }
 

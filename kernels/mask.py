@@ -7,6 +7,7 @@ Causal, full, sliding-window and document masks between two position-sorted bloc
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,17 @@ INT32_MAX = 2**31 - 1
 UNBOUNDED = 2**40  # a window reach longer than any sequence
 
 Indices = Sequence[int] | Tensor
+_OWNER = "_interval_mask"
+
+
+class _Owner(weakref.ref["IntervalMask"]):
+    """A tensor's way back to its mask. A copy of the tensor belongs to no mask."""
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(None), ()
+
+    def __deepcopy__(self, memo: dict) -> None:
+        return None
 
 
 class IntervalMask:
@@ -49,6 +61,21 @@ class IntervalMask:
         )
         if self.device.type == "cpu":
             _validate_values(self)
+        setattr(self.k_start, _OWNER, _Owner(self))
+
+    @property
+    def sides(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """k_start, k_end, q_start, q_end."""
+        return self.k_start, self.k_end, self.q_start, self.q_end
+
+    @classmethod
+    def of_sides(cls, k_start: Tensor, k_end: Tensor, q_start: Tensor, q_end: Tensor) -> IntervalMask:
+        """The living mask whose `sides` these very tensors are, with its cache; a new one where there is none."""
+        owner = getattr(k_start, _OWNER, None)
+        mask = None if owner is None else owner()
+        if mask is not None and all(a is b for a, b in zip(mask.sides, (k_start, k_end, q_start, q_end))):
+            return mask
+        return cls(k_start, k_end, q_start, q_end)
 
     @property
     def Tq(self) -> int:

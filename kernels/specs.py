@@ -15,6 +15,7 @@ from kernels.attention_bwd import attention_delta, attention_dkdv, attention_dq
 from kernels.attention_fwd import attention_forward
 from kernels.combine_triton import merge_backward, merge_forward, rows_per_program
 from kernels.fp8_triton import (
+    REGISTERS,
     WARPS,
     decode_constants,
     encode_constants,
@@ -102,7 +103,7 @@ def merge_spec(head_dim: int, dtype: str, backward: bool = False, partials: int 
     return _describe(merge_backward if backward else merge_forward, dtype, types, constants, {"num_warps": 4})
 
 
-def codec_spec(kernel: str, codec: Codec, dtype: str, hardware: bool = False) -> KernelSpec:
+def codec_spec(kernel: str, codec: Codec, dtype: str, target: str, hardware: bool = False) -> KernelSpec:
     """One of CODEC_KERNELS on rows whose width is a multiple of the group; sums are in fp32 whatever the dtype.
 
     `hardware`: with the target's own conversion, for the formats of HARDWARE_FORMATS.
@@ -124,7 +125,8 @@ def codec_spec(kernel: str, codec: Codec, dtype: str, hardware: bool = False) ->
         signature[name] = "constexpr" if name in constants else pointer
         if signature[name].startswith("*") or name in _CODEC_MULTIPLES:
             attrs[i,] = [["tt.divisibility", 16]]
-    return KernelSpec(fn, signature, constants, attrs, {"num_warps": WARPS, "enable_fp_fusion": False})
+    limit = {"maxnreg": REGISTERS} if kernel == "decode_sum_encode" and target.startswith("sm_") else {}
+    return KernelSpec(fn, signature, constants, attrs, {"num_warps": WARPS, "enable_fp_fusion": False} | limit)
 
 
 def _describe(

@@ -45,6 +45,8 @@ class ModelConfig:
     alone and has no default, because a wrong base goes unnoticed. `rope_factor` stretches rotary wavelengths that
     are long against `rope_original_positions` by the Llama 3.1 rule (None: no stretching).
     `window` holds the attention window of each layer, None for unlimited; a shorter list is repeated over the layers.
+    `path` is the folder of a Hugging Face checkpoint that training starts from, None to start from random weights;
+    `content_hash` then tells its weights from others (see `hf_files.CheckpointFolder`).
     """
 
     vocab_size: int
@@ -74,6 +76,9 @@ class ModelConfig:
     init_std: float = 0.02
     recompute: bool = False  # activation checkpointing around attention, never of attention itself
     attention: str = "auto"  # the kernels' backend
+    compile: bool = False  # torch.compile of each layer's parts before and after attention
+    path: str | None = None
+    content_hash: str | None = None
 
     def validate(self) -> None:
         """Raises ValueError, with the numbers, if no decoder can be built from these values."""
@@ -92,6 +97,11 @@ class ModelConfig:
             )
         self._validate_positions()
         self._validate_window()
+        if (self.path is None) != (self.content_hash is None):
+            raise ValueError(
+                f"model.path={self.path} and model.content_hash={self.content_hash} belong together; model=hf with "
+                f"model.path=DIR finds the hash, so leave it out"
+            )
 
     def _validate_positions(self) -> None:
         if self.positions is Positions.learned:

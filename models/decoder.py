@@ -5,6 +5,7 @@ number of heads is read from the projections' width, so a module that holds a sl
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,13 +91,15 @@ class DecoderLayer(nn.Module):
         self.self_attn = SelfAttention(config)
         self.post_attention_layernorm = make_norm(config)
         self.mlp = MLP(config)
+        self.compiled: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, attend: Attend) -> Tensor:
         """`x[T, hidden] -> [T, hidden]`; `cos` and `sin` are `[T, D/2]`, or None without rotary positions."""
         context = AttentionContext(self.index, self.window, self.softmax_scale, self.softcap, self.self_attn.sinks)
-        q, k, v = self._run(self._before, x, cos, sin)
+        before, after = self.compiled or (self.before, self.after)
+        q, k, v = before(x, cos, sin)
         out = attend(q, k, v, context)
-        return self._run(self._after, x, out)
+        return after(x, out)
 
     def _run(self, part: Callable[..., Any], *inputs: Tensor | None) -> Any:
         if self.recompute and torch.is_grad_enabled():
@@ -104,10 +107,18 @@ class DecoderLayer(nn.Module):
             return checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)
         return part(*inputs)
 
-    def _before(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def before(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The part before attention: q, k, v."""
+        return self._run(self._project, x, cos, sin)
+
+    def after(self, x: Tensor, out: Tensor) -> Tensor:
+        """The part after attention: the layer's result."""
+        return self._run(self._finish, x, out)
+
+    def _project(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         return self.self_attn.project(self.input_layernorm(x), cos, sin)
 
-    def _after(self, x: Tensor, out: Tensor) -> Tensor:
+    def _finish(self, x: Tensor, out: Tensor) -> Tensor:
         x = x + self.self_attn.output(out)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -150,6 +161,20 @@ class Decoder(nn.Module):
         """The language-model head `[vocab_size, hidden]`: the embedding itself when tied."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
+    def compile_layers(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Compile the layers' parts before and after attention, at their first run; alike layers share their graphs.
+
+        Attention stays outside, so that documents change nothing in a graph, and that strategies, DDP and FSDP2 need
+        not be traced. (A decoder with local attention also compiles whole: `torch.compile(decoder, fullgraph=True)`.)
+        """
+        parts = [  # isolated: another decoder in this process, as in a sweep, neither shares graphs nor counts as more
+            torch.compile(part, fullgraph=True, backend=backend, recompile_limit=16, isolate_recompiles=True)
+            for part in (DecoderLayer.before, DecoderLayer.after)
+        ]
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            layer.compiled = partial(parts[0], layer), partial(parts[1], layer)
+
     def check_lengths(self, longest: int) -> None:
         """Refuses a batch whose longest document passes `max_positions`; see `ModelConfig.check_lengths`."""
         self.config.check_lengths(longest)
@@ -160,7 +185,8 @@ class Decoder(nn.Module):
         """Hidden states after the final norm. `positions` restart at 0 in each document and are data, not inferred.
 
         Raises ValueError for a learned position outside the table if the positions lie on the CPU; elsewhere that
-        would wait for the device, so call `check_lengths` with the layout's longest document instead.
+        would wait for the device, and in a compiler's graph break it, so call `check_lengths` with the layout's longest
+        document instead.
         """
         x = self.embed_tokens(tokens)
         cos = sin = None
@@ -205,7 +231,7 @@ class Decoder(nn.Module):
         return angles(positions, radians, dtype)
 
     def _check_positions(self, positions: Tensor) -> None:
-        if positions.device.type != "cpu" or positions.numel() == 0:
+        if positions.device.type != "cpu" or positions.numel() == 0 or torch.compiler.is_compiling():
             return
         low, high = (int(bound) for bound in torch.aminmax(positions))
         if low < 0:

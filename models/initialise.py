@@ -1,12 +1,21 @@
 """Initial weights that depend on (seed, parameter name) alone: the same on every device, rank and order of creation."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from models.config import ModelConfig
+
+# (a parameter's value in full, the parameter) -> the part of it that lies there: all of it, or one rank's shard.
+Place = Callable[[Tensor, Tensor], Tensor]
+
+
+def in_full(value: Tensor, parameter: Tensor) -> Tensor:
+    """The `Place` of parameters that are whole."""
+    return value
+
 
 # The two projections of a layer that write to the residual stream (GPT-2, section 2.3, scales them by depth).
 RESIDUAL = ("o_proj.weight", "down_proj.weight")
@@ -31,7 +40,7 @@ def initial_values(config: ModelConfig, name: str, shape: Sequence[int], seed: i
 
 
 @torch.no_grad()
-def initialise(module: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Fills every parameter of an unsharded decoder in place, whatever its device and dtype."""
+def initialise(module: nn.Module, config: ModelConfig, seed: int, place: Place = in_full) -> None:
+    """Fills every parameter of a decoder in place, whatever its device and dtype; one is held in full at a time."""
     for name, parameter in module.named_parameters():
-        parameter.copy_(initial_values(config, name, parameter.shape, seed))
+        parameter.copy_(place(initial_values(config, name, parameter.shape, seed), parameter))

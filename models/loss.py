@@ -47,7 +47,6 @@ def chunked_cross_entropy(
         raise ValueError(f"chunk={chunk} and budget_bytes={budget_bytes} must be at least 1")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap={softcap} must be positive (None: no cap)")
-    check_labels(labels, weight.shape[0])
     device = hidden.device.type
     dtype = hidden.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
@@ -55,7 +54,11 @@ def chunked_cross_entropy(
     if chunk is None:
         wide = 8 if dtype == torch.float64 else 4
         chunk = max(1, budget_bytes // (3 * wide * weight.shape[0]))
-    return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk, softcap, dtype, budget_bytes)
+    options = (chunk, softcap, dtype, budget_bytes)
+    if torch.compiler.is_compiling():
+        return cross_entropy_op(hidden, weight, labels, *options)[0]
+    check_labels(labels, weight.shape[0])
+    return _ChunkedCrossEntropy.apply(hidden, weight, labels, *options)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -72,42 +75,162 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         budget_bytes: int,
     ) -> Tensor:
-        valid = (labels != IGNORED).nonzero().squeeze(1)
-        head = _operand(weight, dtype)
-        wide = _wide(dtype)
-        lse = torch.empty(valid.shape[0], dtype=wide, device=hidden.device)
-        nll = torch.zeros(labels.shape[0], dtype=wide, device=hidden.device)
-        for start in range(0, valid.shape[0], chunk):
-            rows = valid[start : start + chunk]
-            logits = _logits(_operand(hidden[rows], dtype), head, softcap)
-            lse[start : start + chunk] = torch.logsumexp(logits, dim=1)
-            chosen = logits.gather(1, labels[rows].long().unsqueeze(1)).squeeze(1)
-            nll[rows] = lse[start : start + chunk] - chosen
+        valid = _valid(labels)
+        nll, lse = _losses(hidden, weight, labels, valid, chunk, softcap, dtype)
         ctx.save_for_backward(hidden, weight, labels, valid, lse)
-        ctx.chunk, ctx.softcap, ctx.dtype, ctx.budget_bytes = chunk, softcap, dtype, budget_bytes
+        ctx.options = chunk, softcap, dtype, budget_bytes
         return nll
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, upstream: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, valid, lse = ctx.saved_tensors
-        want_hidden, want_weight = ctx.needs_input_grad[:2]
-        head = _operand(weight, ctx.dtype)
-        d_hidden = torch.zeros_like(hidden) if want_hidden else None
-        d_weight = torch.zeros(weight.shape, dtype=_wide(ctx.dtype), device=weight.device) if want_weight else None
-        for start in range(0, valid.shape[0], ctx.chunk):
-            rows = valid[start : start + ctx.chunk]
-            states = _operand(hidden[rows], ctx.dtype)
-            logits = _logits(states, head, ctx.softcap)
-            d_logits = _d_logits(logits, lse[start : start + ctx.chunk], labels[rows], upstream[rows], ctx.softcap)
-            d_logits = _operand(d_logits.to(ctx.dtype), ctx.dtype)
-            if d_hidden is not None:
-                d_hidden[rows] = _matmul(d_logits, head).to(hidden.dtype)
-            if d_weight is not None:
-                _accumulate(d_weight, d_logits, states, ctx.budget_bytes)
-        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        d_hidden, d_weight = _gradients(upstream, *ctx.saved_tensors, *ctx.options, *ctx.needs_input_grad[:2])
         return d_hidden, d_weight, None, None, None, None, None
+
+
+@torch.library.custom_op("longfold::cross_entropy", mutates_args=())
+def cross_entropy_op(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk: int,
+    softcap: float | None,
+    dtype: torch.dtype,
+    budget_bytes: int,
+) -> tuple[Tensor, Tensor]:
+    """In a compiler's graph, where the loop over valid rows must not be seen: nll [T], and lse of the valid, then 0."""
+    check_labels(labels, weight.shape[0])
+    nll, lse = _losses(hidden, weight, labels, _valid(labels), chunk, softcap, dtype)
+    return nll, torch.cat((lse, lse.new_zeros(labels.shape[0] - lse.shape[0])))
+
+
+@cross_entropy_op.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk: int,
+    softcap: float | None,
+    dtype: torch.dtype,
+    budget_bytes: int,
+) -> tuple[Tensor, Tensor]:
+    nll, lse = (hidden.new_empty(labels.shape, dtype=_wide(dtype)) for _ in range(2))
+    return nll, lse
+
+
+@torch.library.custom_op("longfold::cross_entropy_backward", mutates_args=())
+def cross_entropy_backward_op(
+    upstream: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    chunk: int,
+    softcap: float | None,
+    dtype: torch.dtype,
+    budget_bytes: int,
+    want_hidden: bool,
+    want_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of hidden and weight, empty where they are not wanted."""
+    options = (chunk, softcap, dtype, budget_bytes, want_hidden, want_weight)
+    grads = _gradients(upstream, hidden, weight, labels, _valid(labels), lse, *options)
+    d_hidden, d_weight = (hidden.new_empty(0) if grad is None else grad for grad in grads)
+    return d_hidden, d_weight
+
+
+@cross_entropy_backward_op.register_fake
+def _(
+    upstream: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    chunk: int,
+    softcap: float | None,
+    dtype: torch.dtype,
+    budget_bytes: int,
+    want_hidden: bool,
+    want_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    return (
+        hidden.new_empty(hidden.shape if want_hidden else (0,)),
+        weight.new_empty(weight.shape) if want_weight else hidden.new_empty(0),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    hidden, weight, labels, *options = inputs
+    ctx.options = options
+    ctx.save_for_backward(hidden, weight, labels, output[1])
+
+
+def _backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    want_hidden, want_weight = ctx.needs_input_grad[:2]
+    grads = cross_entropy_backward_op(upstream, *ctx.saved_tensors, *ctx.options, want_hidden, want_weight)
+    d_hidden, d_weight = (grad if want else None for grad, want in zip(grads, (want_hidden, want_weight)))
+    return d_hidden, d_weight, None, None, None, None, None
+
+
+cross_entropy_op.register_autograd(_backward, setup_context=_save)
+
+
+def _valid(labels: Tensor) -> Tensor:
+    return (labels != IGNORED).nonzero().squeeze(1)
+
+
+def _losses(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    valid: Tensor,
+    chunk: int,
+    softcap: float | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """nll [T], 0 where the label is ignored, and the log-sum-exp of each valid row."""
+    head = _operand(weight, dtype)
+    wide = _wide(dtype)
+    lse = torch.empty(valid.shape[0], dtype=wide, device=hidden.device)
+    nll = torch.zeros(labels.shape[0], dtype=wide, device=hidden.device)
+    for start in range(0, valid.shape[0], chunk):
+        rows = valid[start : start + chunk]
+        logits = _logits(_operand(hidden[rows], dtype), head, softcap)
+        lse[start : start + chunk] = torch.logsumexp(logits, dim=1)
+        chosen = logits.gather(1, labels[rows].long().unsqueeze(1)).squeeze(1)
+        nll[rows] = lse[start : start + chunk] - chosen
+    return nll, lse
+
+
+def _gradients(
+    upstream: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    valid: Tensor,
+    lse: Tensor,
+    chunk: int,
+    softcap: float | None,
+    dtype: torch.dtype,
+    budget_bytes: int,
+    want_hidden: bool,
+    want_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    head = _operand(weight, dtype)
+    d_hidden = torch.zeros_like(hidden) if want_hidden else None
+    d_weight = torch.zeros(weight.shape, dtype=_wide(dtype), device=weight.device) if want_weight else None
+    for start in range(0, valid.shape[0], chunk):
+        rows = valid[start : start + chunk]
+        states = _operand(hidden[rows], dtype)
+        logits = _logits(states, head, softcap)
+        d_logits = _d_logits(logits, lse[start : start + chunk][: len(rows)], labels[rows], upstream[rows], softcap)
+        d_logits = _operand(d_logits.to(dtype), dtype)
+        if d_hidden is not None:
+            d_hidden[rows] = _matmul(d_logits, head).to(hidden.dtype)
+        if d_weight is not None:
+            _accumulate(d_weight, d_logits, states, budget_bytes)
+    return d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

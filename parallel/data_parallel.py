@@ -21,7 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def parallelise(
-    module: nn.Module, layers: Iterable[nn.Module], weights: str, group: dist.ProcessGroup | None
+    module: nn.Module,
+    layers: Iterable[nn.Module],
+    weights: str,
+    group: dist.ProcessGroup | None,
+    device: torch.device | None = None,
 ) -> nn.Module:
     """`module` as data parallelism runs it over `group`, or itself where there is none.
 
@@ -29,6 +33,8 @@ def parallelise(
         module: fp32 weights, the same on every rank; its forward must be the whole way to the loss.
         layers: parts of `module` that are gathered one after the other when sharded; the rest is gathered as one.
         weights: replicated, or fully_sharded (parameters become DTensors in place, so build the optimiser afterwards).
+        device: where `module` computes, if it lies on the meta device yet; only fully_sharded takes such a one, whose
+            shards are then allocated by `module.to_empty` and filled by `placed_like`.
 
     Raises:
         ValueError: an unknown kind of weights.
@@ -41,8 +47,8 @@ def parallelise(
         replica = DistributedDataParallel(module, process_group=group)
         replica.register_comm_hook(group, _sum_bucket)
         return replica
-    device = next(module.parameters()).device.type
-    mesh = DeviceMesh.from_group(group, device)
+    device = device or next(module.parameters()).device
+    mesh = DeviceMesh.from_group(group, device.type)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)

@@ -53,3 +53,8 @@ class Groups:
     def ranks(self, name: str) -> tuple[int, ...]:
         """The world ranks of this rank's group."""
         return self.mesh.group_of(self.rank, *GROUPS[name])
+
+
+def default_place() -> tuple[int, int]:
+    """(this process's rank in the default group, its ranks)."""
+    return dist.get_rank(), dist.get_world_size()

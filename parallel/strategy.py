@@ -240,7 +240,9 @@ class Strategy:
         ranks, rows = mesh.cp // groups, layout.num_rows // groups
         split = self._split(mesh, ranks)
         deal, units = SHARDINGS[self.sharding], []
-        setting = Setting(self.planner, shape, max(1, mesh.node_size // split))
+        setting = Setting(
+            self.planner, shape, max(1, mesh.node_size // split), gathered=self.exchange == "compact_all_gather"
+        )
         for group in range(groups):
             part = layout if groups == 1 else layout.select_rows(group * rows, (group + 1) * rows)
             units += [unit.shift(group * rows * layout.row_length) for unit in deal(part, ranks // split, setting)]

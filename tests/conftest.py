@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import settings
@@ -31,6 +32,16 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def traceable() -> Iterator[None]:
+    """For torch.compile: jaxtyping's wrappers, which cannot be traced through, step aside; no graph of another test."""
+    torch.compiler.reset()
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+    torch.compiler.reset()
 
 
 @pytest.fixture

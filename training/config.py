@@ -222,10 +222,13 @@ class Config:
         return mesh
 
 
-# Keys that do not change what is computed at a step: they take no part in the hash.
+# Keys that do not change what is computed at a step: they take no part in the hash. What changes a step by rounding
+# only (strategy, model.attention, model.recompute, model.compile) does: such runs are compared, so each has its own
+# folder, and a run goes on with the arithmetic that it began with, to the bit.
 UNHASHED = {
     "nproc": None,
     "wandb": None,
+    "model": {"path"},  # content_hash says what lies there
     "run": {
         "task", "lengths", "stop_at", "dir", "resume", "nonfinite", "eval_every", "save_every", "keep", "log_every",
         "timeout_s",

@@ -9,6 +9,7 @@ No torch here: a launcher's parent only watches, and what cannot run is refused 
 
 import os
 import re
+import shutil
 import socket
 import sys
 from collections.abc import Mapping
@@ -49,6 +50,7 @@ def launch(config: Config) -> Outcome:
     place = given or Place()
     ranks = place.world if given else config.nproc or 1
     config.check_ranks(ranks)
+    check_compiler(config, os.environ)
     if ranks > place.world:
         from training.supervise import run_local_ranks
 
@@ -56,6 +58,16 @@ def launch(config: Config) -> Outcome:
     from training.rank import run_rank  # loads torch
 
     return run_rank(config, place)
+
+
+def check_compiler(config: Config, environment: Mapping[str, str]) -> None:
+    """ConfigError where model.compile=true would find no C++ compiler, which it needs on a CPU."""
+    compiler = environment.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if config.model.compile and not config.run.device.startswith("cuda") and shutil.which(compiler) is None:
+        raise ConfigError(
+            f"model.compile=true needs a C++ compiler on a CPU, and {compiler} is not on the PATH; install it, name "
+            f"another in CXX, or leave model.compile out (run.device=cuda needs none)."
+        )
 
 
 def look(config: Config) -> Outcome:

@@ -18,6 +18,8 @@ from data.bigram import bigram_bits_per_byte
 from data.loader import PackedLoader
 from models.decoder import Decoder
 from models.flops import flops_per_step, parameter_count
+from models.hf_weights import read_weights
+from models.initialise import Place, initialise
 from training.checkpoint import load_checkpoint, load_state, snapshot, write_checkpoint
 from training.config import Config, ConfigError, NonFinite, to_plain
 from training.folder import RunFolder, read_json, shared_folder, write_json
@@ -88,8 +90,8 @@ class Trainer:
         for notice in folder.notices:
             console.print(notice, highlight=False, markup=False)
         self.loader, self.held_out = team.together(lambda: open_loaders(config))
-        self.model = Decoder(config.model, seed=config.run.seed).to(self.device)
-        self.share = Share(self.model, team, config.strategy)
+        self.model = Decoder(config.model, device="meta")
+        self.share = Share(self.model, team, config.strategy, self._fill)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.counters, self.step = Counters(), 0
         self._upcoming: PackedBatch | None = None
@@ -101,6 +103,13 @@ class Trainer:
         self.metrics: MetricsFile | None = None  # rank 0's, as the tracker is
         self.tracker: Tracker | None = None
         team.first_decides(self._open_records)
+
+    def _fill(self, model: Decoder, place: Place) -> None:
+        """First weights, the same on every rank: a checkpoint's where the run starts from one, else random ones."""
+        config = self.config
+        if config.model.path is None or self.folder.checkpoint:
+            return initialise(model, config.model, config.run.seed, place)
+        return read_weights(model, Path(config.model.path), place)
 
     def _open_records(self) -> None:
         self.folder.record_start(self.team.world)
@@ -270,7 +279,8 @@ class Trainer:
 
     def _print_start(self, last: int) -> None:
         count = parameter_count(self.config.model)
-        where = f"resuming after step {self.step}" if self.step else "starting"
+        source = f"starting from {self.config.model.path}" if self.config.model.path else "starting"
+        where = f"resuming after step {self.step}" if self.step else source
         ranks = f"{self.team.world} x " if self.team.world > 1 else ""
         mesh, config = self.team.mesh, self.config
         rows = config.data.rows // (mesh.dp * config.run.accumulate)

@@ -16,6 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 from training.config import Config
 
 ConfigStore.instance().store(name="schema", node=Config)
+# the mark of what model=hf leaves open, see training/adopt.py; OmegaConf looks it up when it merges lists
+OmegaConf.register_new_resolver("checkpoint", lambda key: None, replace=True)
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 

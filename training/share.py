@@ -1,5 +1,6 @@
 """One rank's share of every batch: its replica's rows, its part of their tokens, and the module that learns."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -8,14 +9,16 @@ from torch import Tensor, nn
 from data.batch import IGNORE, PackedBatch
 from models.attend import Attend, local_attend
 from models.decoder import Decoder
+from models.initialise import Place, in_full
 from parallel.api import ContextParallel
-from parallel.data_parallel import parallelise, settle
+from parallel.data_parallel import parallelise, placed_like, settle
 from parallel.plan.ir import AttentionShape
 from parallel.strategy import Strategy
 from training.config import Precision
 from training.rendezvous import Team
 
 AHEAD = 24  # micro-batches planned ahead, so that a step's and the next one's plans are all kept
+Fill = Callable[[Decoder, Place], None]  # gives every parameter its value, or the part of it that lies there
 DTYPES = {torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -47,11 +50,15 @@ class Share:
     Args:
         model: whole weights, the same on every rank; sharded in place where the strategy says so.
         strategy: how the ranks of a replica share its tokens, and all ranks the weights.
+        fill: of a model on the meta device: fills it once it is allocated, so that no rank ever holds more than its
+            share of sharded weights.
     """
 
-    def __init__(self, model: Decoder, team: Team | None = None, strategy: Strategy | None = None) -> None:
+    def __init__(
+        self, model: Decoder, team: Team | None = None, strategy: Strategy | None = None, fill: Fill | None = None
+    ) -> None:
         self.model, self.team = model, team
-        self.device = next(model.parameters()).device
+        self.device = team.device if team and fill else next(model.parameters()).device
         self.replicas, self.replica, self.context = 1, 0, None
         self.module: nn.Module = TokenLosses(model)
         self._work = 0.0
@@ -60,8 +67,20 @@ class Share:
             self.replicas, self.replica = mesh.dp, mesh.coordinates(team.rank).dp
             if mesh.cp > 1:
                 self.context = ContextParallel(strategy, mesh, team.groups, team.rank, model.config.attention)
-            self.module = parallelise(self.module, model.layers, strategy.weights, team.groups.get("dp_cp"))
+            group = team.groups.get("dp_cp")
+            sharded = strategy.weights == "fully_sharded" and group is not None
+            if fill and not sharded:
+                self._allocate(team, fill, in_full)
+            self.module = parallelise(self.module, model.layers, strategy.weights, group, self.device)
+            if fill and sharded:
+                self._allocate(team, fill, placed_like)
             settle(self.module, self._zero_loss)
+        if model.config.compile:
+            model.compile_layers()  # last: settling a single token would cost graphs of their own
+
+    def _allocate(self, team: Team, fill: Fill, place: Place) -> None:
+        self.model.to_empty(device=self.device)
+        team.together(lambda: fill(self.model, place))
 
     def _zero_loss(self) -> Tensor:
         zero = torch.zeros(1, dtype=torch.long, device=self.device)

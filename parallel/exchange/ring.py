@@ -159,7 +159,7 @@ def forward(w: Writer, lane: Lane) -> None:
 
 def backward(w: Writer, lane: Lane) -> None:
     """The same, with sums of gradients following the keys; one step more, in which the last sums come home."""
-    clock, next_lap = _Clock(lane), None
+    clock, next_lap, going_home = _Clock(lane), None, None
     sums = _Sums(w, clock)
     for step in range(clock.steps + 1):
         route, lap, hop = clock.here(step)
@@ -168,19 +168,22 @@ def backward(w: Writer, lane: Lane) -> None:
             next_lap = _next_lap(w, clock, lap)
         sends, recvs = _next_hop(w, clock, step)
         pending = w.post(step, clock.hop_comm, sends + sums.sends[step], recvs + sums.recvs[step])
-        home = w.post(step, clock.home_comm, sums.returns[step], sums.homes[step]) if clock.laps > 1 else None
+        if clock.laps > 1 and (sums.returns[step] or sums.homes[step]):
+            sums.land(going_home)  # a sum has a lap's time to come home in
+            going_home = step, w.post(step, clock.home_comm, sums.returns[step], sums.homes[step])
         if step == 0:
             lane.attend_own_backward(w)
         elif within and hop in route.viewers[lap]:
             held, tokens = clock.held(step), route.carried(lap, hop)
             name = _declare(w, clock, f"grad_kv{step}", tokens, route.home, "grad_kv")
             lane.backward(w, lane.mine, tokens, kv=held, grad_kv=name)
-        w.wait(pending, home)
+        w.wait(pending)
         sums.settle(step)
         if within and hop and route.travels(lap, hop):
             w.free(clock.held(step))
         if within and hop == clock.hops - 1:
             _end_lap(w, clock, lap, next_lap)
+    sums.land(going_home)
 
 
 class _Sums:
@@ -228,17 +231,28 @@ class _Sums:
             self.sends[lap * clock.hops + after].append(message)
 
     def settle(self, step: int) -> None:
-        """After the batch of `step`: add what came in, let go of what was sent."""
+        """After the hop's batch of `step`: add what came in, let go of what was sent."""
         w, clock = self.w, self.clock
-        for message in self.homes[step]:
-            if message.buffer.startswith("home"):  # on a plain ring the batch holds sums on their way, too
-                w.add(message.buffer, clock.lane.names["grad_kv"])
-                w.free(message.buffer)
-        sent = self.sends[step] if self.returns is self.sends else [*self.sends[step], *self.returns[step]]
-        w.free(*(message.buffer for message in sent))
+        if self.homes is self.recvs:
+            self._add_homes(step)
+        w.free(*(message.buffer for message in self.sends[step]))
         if 0 < step < clock.steps and any(m.buffer == f"sum{step}" for m in self.recvs[step]):
             w.add(f"grad_kv{step}", f"sum{step}")
             w.free(f"grad_kv{step}")
+
+    def land(self, going: tuple[int, Wait | None] | None) -> None:
+        """On two levels: wait for the sums that set out for home at a step, and add those of this member."""
+        if going is not None:
+            step, pending = going
+            self.w.wait(pending)
+            self._add_homes(step)
+            self.w.free(*(message.buffer for message in self.returns[step]))
+
+    def _add_homes(self, step: int) -> None:
+        for message in self.homes[step]:
+            if message.buffer.startswith("home"):  # on a plain ring the batch holds sums on their way, too
+                self.w.add(message.buffer, self.clock.lane.names["grad_kv"])
+                self.w.free(message.buffer)
 
 
 RING = Exchange(forward, backward, "Ring Attention, arXiv 2310.01889; two levels: LoongTrain, arXiv 2406.18485")

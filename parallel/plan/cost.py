@@ -99,13 +99,20 @@ def key_bytes(shape: AttentionShape) -> tuple[int, int]:
     return there, there + sum(size for _, size in token_bytes("grad_kv", heads, True, shape))
 
 
-def predict_needs(needs: Needs, mesh: MeshSpec, shape: AttentionShape, cluster: Cluster) -> AttentionTime:
-    """A placement's time where each key goes once to each rank that needs it, in rounds of one message a rank.
+def predict_needs(
+    needs: Needs, mesh: MeshSpec, shape: AttentionShape, cluster: Cluster, gathered: bool = False
+) -> AttentionTime:
+    """A placement's time where each key goes once to each rank that needs it, in rounds of one message a rank; or,
+    `gathered`, to all ranks if one needs it.
 
     A rank's own block hides the first round and every round's computation the next one, so a rank is done when it has
     computed everything, or when all has come and the last round is computed, whichever is later.
     """
-    keys, received, sent = needs.keys, needs.received, needs.keys.sum(0)
+    keys = needs.keys
+    if gathered:
+        keys = np.tile(needs.sent_once, (needs.ranks, 1))
+        np.fill_diagonal(keys, 0)
+    received, sent = keys.sum(1), keys.sum(0)
     partners = np.maximum((keys > 0).sum(1), (keys > 0).sum(0))
     pairs = needs.work + cluster.short_rows * needs.last_rows
     last_round = received / np.maximum((received + needs.held) * partners, 1)  # of what a rank computes

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from math import sqrt
+from math import fsum, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,8 @@ from parallel.sharding.search import BytesCost, equalise
 from parallel.sharding.shares import Shares, Span, join
 
 CARRIED = 0.95  # of a rank's limit of work, what a part of a long document may take
-FULL = 0.9  # of a rank's tokens: where the first of equally heavy parts holds more, a zigzag is cut instead
+BUNDLES = 32  # of a rank's tokens: documents shorter than that part are dealt several at a time
+FULL = 0.9  # of a rank's tokens
 
 
 class Part(NamedTuple):
@@ -28,16 +29,22 @@ class Part(NamedTuple):
         work = sum((hi - lo) * (lo + hi + 1) / 2 for lo, hi in spans)
         return cls(work, sum(hi - lo for lo, hi in spans), document, spans)
 
+    @classmethod
+    def whole(cls, document: int, lo: int, hi: int) -> "Part":
+        return cls((hi - lo) * (lo + hi + 1) / 2, hi - lo, document, ((lo, hi),))
 
-def _cut(document: int, lo: int, hi: int, ranks: int, tokens: int, limit: float) -> list[Part]:
+
+def _cut(
+    document: int, lo: int, hi: int, ranks: int, tokens: int, limit: float, full: float, carried: float
+) -> list[Part]:
     """A span whole, or for as few ranks as can carry it: of equal work one after the other, or, where the first of
-    these would nearly fill a rank, as a zigzag."""
-    whole, length = Part.of(document, [(lo, hi)]), hi - lo
+    these holds more than `full` of a rank's tokens, as a zigzag."""
+    whole, length = Part.whole(document, lo, hi), hi - lo
     if whole.work <= limit and length <= tokens:
         return [whole]
-    n = min(ranks, length, max(-(-length // max(tokens, 1)), int(-(-whole.work // (limit * CARRIED)))))
+    n = min(ranks, length, max(-(-length // max(tokens, 1)), int(-(-whole.work // (limit * carried)))))
     cuts = [round(sqrt(lo * lo + (hi * hi - lo * lo) * (i / n))) for i in range(n + 1)]
-    if cuts[1] - lo <= FULL * tokens:
+    if cuts[1] - lo <= full * tokens:
         return [Part.of(document, [span]) for span in pairwise(cuts) if span[0] < span[1]]
     edges = [lo + i * length // (2 * n) for i in range(2 * n + 1)]
     pairs = [[(edges[i], edges[i + 1]), (edges[2 * n - 1 - i], edges[2 * n - i])] for i in range(n)]
@@ -45,24 +52,47 @@ def _cut(document: int, lo: int, hi: int, ranks: int, tokens: int, limit: float)
     return [Part.of(document, [span for span in pair if span[0] < span[1]]) for pair in pairs]
 
 
+def _bundles(parts: Sequence[Part], most: int) -> Iterable[Sequence[Part]]:
+    """Parts as they come, short ones that follow one another together up to `most` tokens."""
+    bundle: list[Part] = []
+    room = most
+    for part in parts:
+        if bundle and part.tokens > room:
+            yield bundle
+            bundle, room = [], most
+        bundle.append(part)
+        room -= part.tokens
+    if bundle:
+        yield bundle
+
+
 def deal(
-    shares: Shares, ranks: Sequence[int], spans: Iterable[tuple[int, int, int]], padding: int, limit: float
+    shares: Shares,
+    ranks: Sequence[int],
+    spans: Iterable[tuple[int, int, int]],
+    padding: int,
+    limit: float,
+    full: float = FULL,
+    carried: float = CARRIED,
 ) -> None:
     """Deal spans (document, first, stop) and padding to `ranks`, whose tokens they are: cut where they are too much for
     one, the heaviest first, to the rank with the least work that has room; then tokens are made equal."""
     chosen = slice(ranks[0], ranks[-1] + 1)
     want, tokens = np.array(shares.want[chosen]), np.zeros(len(ranks))
-    parts = [part for span in spans for part in _cut(*span, len(want), int(want.min()), limit)]
+    parts = [part for span in spans for part in _cut(*span, len(want), int(want.min()), limit, full, carried)]
     parts.sort(key=lambda part: (-part.work, part.document, part.spans))
-    for part in parts:
-        work = shares.work[chosen]
-        badness = (np.maximum(work + part.work - limit, 0) + 0.2 * work) / limit
-        badness += np.maximum(tokens + part.tokens - want, 0) / (2 * want.max())
-        badness[shares.end[chosen, part.document] > 0] += 10  # each part of a document to a rank of its own
+    for bundle in _bundles(parts, int(want.min()) // BUNDLES):
+        held, more = shares.work[chosen], fsum(part.work for part in bundle)
+        badness = (np.maximum(held + more - limit, 0) + 0.2 * held) / limit
+        more = sum(part.tokens for part in bundle)
+        badness += np.maximum(tokens + more - want, 0) / (2 * want.max())
+        for part in bundle:
+            badness[shares.end[chosen, part.document] > 0] += 10  # each part of a document to a rank of its own
         rank = int(badness.argmin())
-        before = shares.held[ranks[rank]].get(part.document, ())
-        shares.put(ranks[rank], part.document, join((*before, *part.spans)))
-        tokens[rank] += part.tokens
+        tokens[rank] += more
+        for part in bundle:
+            before = shares.held[ranks[rank]].get(part.document)
+            shares.put(ranks[rank], part.document, join((*before, *part.spans)) if before else part.spans)
     for rank, held in zip(ranks, tokens.astype(np.int64).tolist()):
         room = min(padding, max(0, shares.want[rank] - held))
         if room:

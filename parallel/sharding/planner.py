@@ -14,7 +14,7 @@ class Planner:
     """The planner's options; plain types, since it is also the schema of the configuration's `strategy.planner`."""
 
     effort: str = "fast"  # fast: 20 ms at 131,072 tokens on 8 ranks; deep: 1 s, for a thread in the background
-    objective: str = "time"  # time: the predicted critical path of attention; bytes: keys that ranks receive
+    objective: str = "time"  # time: the predicted critical path of attention; bytes: keys that the exchange sends
     ratio: float = 1.03  # most work (allowed pairs) of a rank over the mean, for objective=bytes
     cluster: str = "h100_8"  # whose constants objective=time uses: a file of conf/cluster
 
@@ -34,11 +34,13 @@ class Setting:
 
     Attributes:
         node: units on a node.
+        gathered: keys that another unit needs go to all units, as compact_all_gather sends them, not to those alone.
     """
 
     planner: Planner
     shape: AttentionShape
     node: int = 8
+    gathered: bool = False
 
     @property
     def cluster(self) -> Cluster:

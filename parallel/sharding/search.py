@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from parallel.sharding.gathered import GatheredShares
 from parallel.sharding.shares import AFTER, DOC, END, HI, LAST, LO, REAL, Floats, Shares
 
 
@@ -230,7 +231,9 @@ class Search:
         a_received = gives.keys[:, None] + a_keys[None]
         b_received = b_keys[:, None] + gets.keys[None]
         i, j = np.nonzero((p_documents[:, None] == q_documents) & (p_documents[:, None] != s.padding))
-        if len(i):  # one document: a rank's tokens of it stay as many, and its end is what it keeps or gets
+        if isinstance(s, GatheredShares):
+            a_received, b_received = s.sent_after(a, b, p, q, (p_documents, q_documents), gives, gets, n)
+        elif len(i):  # one document: a rank's tokens of it stay as many, and its end is what it keeps or gets
             a_received[..., i, j] = np.maximum(gives.end[:, None, :, i, j], gets.hi[None][..., i, j]) - p[END, i, 0]
             b_received[..., i, j] = np.maximum(gives.hi[:, None, :, i, j], gets.end[None][..., i, j]) - q[END, 0, j]
         a_received += s.received[a]

@@ -9,7 +9,7 @@ def seat_on_nodes(shares: Shares, node: int) -> Shares:
     """The same shares on ranks so that those with documents in common sit on one node, as far as that goes."""
     ranks = len(shares.want)
     common = _traffic(shares)
-    free, new = list(range(ranks)), Shares(shares.lengths, shares.want, shares.short)
+    free, order = list(range(ranks)), []
     members: list[int] = []
     for seat in range(ranks):
         if seat % node == 0:
@@ -19,9 +19,8 @@ def seat_on_nodes(shares: Shares, node: int) -> Shares:
         chosen = fits[int(near.argmax())]
         free.remove(chosen)
         members.append(chosen)
-        for document, spans in shares.held[chosen].items():
-            new.put(seat, document, spans)
-    return new
+        order.append(chosen)
+    return shares.seated(order)
 
 
 def _traffic(shares: Shares) -> np.ndarray:

@@ -38,15 +38,30 @@ class Shares:
 
     def copy(self) -> "Shares":
         other = Shares((), ())
-        other.lengths, other.want, other.short, other.padding = self.lengths, self.want, self.short, self.padding
-        other.held = [dict(documents) for documents in self.held]
-        other.end, other.work, other.received = self.end.copy(), self.work.copy(), self.received.copy()
-        other.tokens, other._rows = list(self.tokens), list(self._rows)
+        other.take_from(self)
+        return other
+
+    def take_from(self, other: "Shares") -> None:
+        """Become a copy of `other`."""
+        self.lengths, self.want, self.short, self.padding = other.lengths, other.want, other.short, other.padding
+        self.held = [dict(documents) for documents in other.held]
+        self.end, self.work, self.received = other.end.copy(), other.work.copy(), other.received.copy()
+        self.tokens, self._rows = list(other.tokens), list(other._rows)
+
+    def seated(self, order: Sequence[int]) -> "Shares":
+        """The same shares on other ranks: rank r gets those of rank order[r]."""
+        other = self.copy()
+        other.want, other.tokens = [self.want[i] for i in order], [self.tokens[i] for i in order]
+        other.held, other._rows = [other.held[i] for i in order], [self._rows[i] for i in order]
+        chosen = np.array(order)
+        other.end, other.work, other.received = self.end[chosen], self.work[chosen], self.received[chosen]
         return other
 
     def put(self, rank: int, document: int, spans: tuple[Span, ...]) -> None:
         """Make `spans`, ascending and apart, what `rank` holds of `document`."""
-        self._count(rank, document, self.held[rank].pop(document, ()), -1)
+        before = self.held[rank].pop(document, None)
+        if before:
+            self._count(rank, document, before, -1)
         self._count(rank, document, spans, 1)
         if spans:
             self.held[rank][document] = spans

@@ -11,7 +11,7 @@ import pytest
 from bench.exact import brute_force, planned, received, solve, value
 from bench.packs import bounds, packs
 from bench.peers import PEERS
-from bench.plans import entries, measure
+from bench.plans import entries, main, measure
 from data.mixes import MIXES
 from parallel.plan.cost import load_cluster
 from parallel.plan.layout import PackedLayout
@@ -20,7 +20,9 @@ from parallel.plan.needs import Needs
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURE = Path(__file__).parent / "exact_plans.json"
 
-pytestmark = pytest.mark.deep  # the leaderboard is being finished
+BATCHES = [(8, 131_072, mix) for mix in MIXES] + [
+    pytest.param(64, 1_048_576, mix, marks=[] if mix == "wlb" else pytest.mark.deep) for mix in MIXES
+]
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -67,9 +69,8 @@ def test_bounds_hold_for_every_plan():
     assert bounds([64], 4) == (1.0, 0.75 * 0 + (3 * 16 + 16 * 3) / (4 * 48))
 
 
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize(("ranks", "tokens"), [(8, 131_072), (64, 1_048_576)])
-def test_planned_time_beats_every_peer(mix: str, ranks: int, tokens: int):
+@pytest.mark.parametrize(("ranks", "tokens", "mix"), BATCHES)
+def test_planned_time_beats_every_peer(ranks: int, tokens: int, mix: str):
     cluster = load_cluster("h100_8" if ranks == 8 else "h100_64")
     lengths = next(iter(packs(mix, tokens, 1)))
     seconds = {}
@@ -101,6 +102,7 @@ def test_received_counts_cells_before_the_end():
     assert value(keys) == 4.0
 
 
+@pytest.mark.deep
 def test_planner_is_near_the_optimum():
     """Deep plans of all kept cases, at the imbalance to which the optimum was solved: cells within 5% in all."""
     kept = json.loads(FIXTURE.read_text())
@@ -124,3 +126,19 @@ def test_command_prints_rows_and_writes_a_page(tmp_path: Path):
     assert {line["preset"] for line in lines} >= {*PEERS, "flashcp", "flashcp_hsap"}
     assert (tmp_path / "plans.csv").read_text().count("\n") == len(lines) + 1
     assert (tmp_path / "plans.png").stat().st_size > 1000
+
+
+def test_lengths_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """Any lengths, also such as do not divide by the ranks; what is no length is named."""
+    batch = tmp_path / "batch.txt"
+    batch.write_text("700\n20\n303\n")
+    command = ["plans", "--json", "--lengths", str(batch), "--ranks", "4"]
+    monkeypatch.setattr(sys, "argv", command)
+    main()
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {row["mix"] for row in rows} == {"batch"} and {row["tokens"] for row in rows} == {1023}
+    assert {row["preset"] for row in rows} >= {*PEERS, "flashcp_hsap"}
+    for text, word in (("12\nmany\n", "'many'"), ("0\n", "'0'"), ("", "empty")):
+        batch.write_text(text)
+        with pytest.raises(SystemExit, match=word):
+            main()

@@ -126,7 +126,7 @@ def test_everything_compiles(target: str, dtype: str):
 
 
 @pytest.mark.deep
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_option_of_a_launch_compiles(target: str):
     rows = gate(target, "--options")

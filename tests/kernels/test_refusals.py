@@ -99,6 +99,9 @@ def test_auto_says_what_it_picked_once(caplog: pytest.LogCaptureFixture) -> None
         ({"dropout_p": 0.1}, "dropout_p=0.1 is not supported"),
         ({"alibi_slopes": torch.ones(1)}, "alibi_slopes is not supported"),
         ({"block_table": torch.ones(1, 1)}, "block_table is not supported"),
+        ({"seqused_k": torch.ones(1)}, "seqused_k is not supported; pass None"),
+        ({"out": torch.ones(4, 1, 8)}, "out is not supported"),
+        ({"s_aux": torch.ones(1), "learnable_sink": torch.ones(1)}, "pass one"),
         ({"window_size": (-3, 0)}, "below -1"),
         ({"max_seqlen_q": 3}, "max_seqlen_q is 3, but a document has 4 tokens"),
         ({"max_seqlen_k": 2}, "max_seqlen_k is 2, but a document has 4 tokens"),
@@ -110,6 +113,13 @@ def test_varlen_refusals(options: dict[str, Any], message: str) -> None:
     lengths = {"max_seqlen_q": 4, "max_seqlen_k": 4}
     with pytest.raises(ValueError, match=message):
         flash_attn_varlen_func(x, x, x, [0, 4], [0, 4], **lengths | options)
+
+
+def test_varlen_sinks_go_by_both_names() -> None:
+    x, sink = torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0.5, -1.0])
+    want, _ = attention(x, x, x, mask(), sink=sink)
+    for name in ("s_aux", "learnable_sink"):
+        assert torch.equal(flash_attn_varlen_func(x, x, x, [0, 4], [0, 4], 4, 4, causal=True, **{name: sink}), want)
 
 
 def test_refusals_without_the_checks_of_the_tests() -> None:

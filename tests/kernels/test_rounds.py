@@ -95,7 +95,7 @@ def random_case(
 
 
 @every_backend
-@settings(max_examples=4 if interpreted() else 25, deadline=None)  # a second or two each in the interpreter
+@settings(max_examples=2 if interpreted() else 25, deadline=None)  # a second or two each in the interpreter
 @given(
     Tq=st.integers(1, 70),
     Tk=st.integers(1, 70),
@@ -137,11 +137,11 @@ def test_any_blocks_in_any_order(
 @pytest.mark.parametrize("first", [False, True])
 def test_documents_large_enough_for_every_kind_of_call(backend: str, first: bool) -> None:
     """Triangles, rectangles, windows and stacked tiles, in blocks that cut documents."""
-    sizes = [70, 3, 1, 150, 2, 26]
+    sizes = [30, 3, 1, 70, 2, 26] if backend == "triton" else [70, 3, 1, 150, 2, 26]  # seconds in the interpreter
     T = sum(sizes)
     whole = IntervalMask.from_cu_seqlens([0, *torch.tensor(sizes).cumsum(0).tolist()], window=None if first else 90)
     case = make_case(document_pairs(sizes, reach=(None if first else 89, None)), (4, 2), (8, 8), exact_dtype(backend))
-    blocks = [(a, b, block(whole.k_start, whole.k_end, a, b)) for a, b in ((100, 187), (0, 100), (187, T))]
+    blocks = [(a, b, block(whole.k_start, whole.k_end, a, b)) for a, b in ((50, 97), (0, 50), (97, T))]
     assert_near(in_rounds(choose_rounds(backend, case.q), case, blocks), expected(case), case.q.dtype)
 
 

@@ -19,11 +19,9 @@ PARTS = {
     "sweep": ["tests/kernels/test_attention.py", "-k", "triton and test_exact"],
     "precision": ["tests/kernels/test_attention.py", "-k", "triton and precision"],
     "layouts": ["tests/kernels/test_attention.py", "-k", "triton and not test_exact and not precision"],
-    "accumulating": ["tests/kernels/test_triton_rounds.py"],
+    "accumulating": ["tests/kernels/test_triton_rounds.py", "tests/kernels/test_triton_merge.py"],
     "rounds": ["tests/kernels/test_rounds.py", "-k", "triton"],
-    "merge": ["tests/kernels/test_triton_merge.py"],
-    "codec": ["tests/kernels/test_fp8.py", "-k", "triton"],
-    "codec bytes": ["tests/kernels/test_triton_codec.py"],
+    "codec": ["tests/kernels/test_fp8.py", "tests/kernels/test_triton_codec.py", "-k", "triton"],
 }
 
 

@@ -59,8 +59,10 @@ def blocks(T: int, cuts: list[int]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(
     ("dtype", "softcap", "widths"),
-    [*((dtype, cap, (16, 16)) for dtype in DTYPES for cap in (None, 3.0)), (torch.bfloat16, None, (200, 130)),
-     (torch.float32, None, (65, 256))],
+    [(torch.float32, 3.0, (16, 16)), (torch.float16, None, (16, 16)), (torch.bfloat16, 3.0, (200, 130)),
+     *(pytest.param(*case, marks=pytest.mark.deep) for case in (
+         (torch.float32, None, (65, 256)), (torch.float16, 3.0, (16, 16)), (torch.bfloat16, None, (16, 16)),
+     ))],
 )  # fmt: skip
 def test_rounds_accumulate(dtype: torch.dtype, softcap: float | None, widths: tuple[int, int]) -> None:
     """Blocks of keys, one after the other, into the same fp32 buffers: the result and gradients of the whole.

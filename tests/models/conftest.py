@@ -9,11 +9,11 @@ from omegaconf import OmegaConf
 from models.config import ModelConfig
 from models.decoder import Decoder
 
-PRESETS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
+# `hf` is none: a checkpoint gives its sizes
+PRESETS = sorted(p.stem for p in (Path(__file__).parents[2] / "conf" / "model").glob("*.yaml") if p.stem != "hf")
 SMALL = dict(vocab_size=37, layers=4, hidden=24, heads=4, kv_heads=2, head_dim=10, ffn=22, max_positions=64)
 FAMILIES = {
-    **{preset: (preset, {}) for preset in PRESETS},
-    "qwen2.5": ("qwen3_0_6b", dict(qk_norm=False, qkv_bias=True)),
+    **{preset: (preset, {}) for preset in ("gpt2", "llama3_8b", "llama31_8b", "qwen25_0_5b", "qwen3_0_6b", "tiny")},
     "gemma_like": ("tiny", dict(window=[3, None], softcap=2.5, softmax_scale=0.7, activation="gelu_tanh")),
     "gpt_oss_like": ("llama32_1b", dict(window=[5, None], sink=True, bias=True, rope_original_positions=16)),
     "one_key_head": ("qwen3_0_6b", dict(kv_heads=1, window=[2, 7, None, 1], sink=True, tied_embeddings=False)),
@@ -38,6 +38,11 @@ def small(request) -> ModelConfig:
     """Each family at a size for tests."""
     name, overrides = FAMILIES[request.param]
     return load(name, **{**SMALL, **overrides})
+
+
+@pytest.fixture
+def preset_names() -> list[str]:
+    return PRESETS
 
 
 @pytest.fixture

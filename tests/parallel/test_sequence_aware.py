@@ -197,8 +197,13 @@ def test_a_batch_size_that_changes_from_step_to_step():
         rig.compare(run_loopback(plan, *inputs), rig.dense(layout, MaskSpec(), inputs, None, None))
 
 
-@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (8, 1)])
-@pytest.mark.parametrize("sharding", ["contiguous", "per_document"])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "sharding"),
+    [(4, 2, "contiguous"), (4, 4, "per_document"),
+     *(pytest.param(*case, marks=pytest.mark.deep) for case in (
+         (4, 4, "contiguous"), (8, 1, "contiguous"), (4, 2, "per_document"), (8, 1, "per_document"),
+     ))],
+)  # fmt: skip
 def test_memory_is_what_the_formula_says_whatever_the_documents(heads: int, key_heads: int, sharding: str):
     """A hundred random layouts leave the buffers as the first one made them."""
     strategy = load_strategy("hsap", dp=1, cp_inner=1, sharding=sharding)

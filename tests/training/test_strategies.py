@@ -118,7 +118,7 @@ def typed(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("llama3", "usp") else pytest.mark.deep) for name in preset_names()]
+    "name", [pytest.param(name, marks=() if name == "usp" else pytest.mark.deep) for name in preset_names()]
 )
 def test_command_line_run_equals_one_process(typed, tmp_path, name):
     """`python train.py nproc=4 strategy=S` as a user types it."""

@@ -1,0 +1,79 @@
+"""`model=hf model.path=DIR`: a checkpoint's config.json completes the composed configuration, before anything starts.
+
+Names, shapes and dtypes of all its tensors are checked here, by the files' headers; weights are read by the ranks.
+"""
+
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from models.config import ModelConfig, Positions
+from models.hf_config import read_config
+from models.hf_files import CheckpointFolder, open_folder
+from models.hf_names import stored_pieces
+from training.config import ConfigError
+
+# What a checkpoint gives: the keys that conf/model/hf.yaml leaves open, as ${checkpoint:key}. What a user sets, be it
+# null, takes the place of that mark, so that it is known.
+GIVEN = {
+    "vocab_size", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "max_positions", "positions",
+    "rope_theta", "rope_factor", "rope_original_positions", "norm", "norm_eps", "mlp", "activation", "bias", "qkv_bias",
+    "qk_norm", "window", "sink", "softmax_scale", "init_std", "tied_embeddings",
+}  # fmt: skip
+# Of these, what may be set otherwise, as no tensor depends on it: a longer context, another window.
+FREE = {
+    "max_positions", "rope_theta", "rope_factor", "rope_original_positions", "norm_eps", "window", "softmax_scale",
+    "init_std",
+}  # fmt: skip
+
+
+def adopt_checkpoint(composed: DictConfig) -> None:
+    """Complete `composed.model` in place from the checkpoint that `model.path` names; nothing without one.
+
+    Raises:
+        ConfigError: model=hf without a path, a path without model=hf, or an override that contradicts the checkpoint.
+        CheckpointError: what the checkpoint lacks, or what the decoder does; see `models.hf_files`.
+    """
+    model, path = composed.model, composed.model.path
+    given = {key: model[key] for key in GIVEN if not OmegaConf.is_interpolation(model, key)}
+    if path is None:
+        if len(given) < len(GIVEN):
+            raise ConfigError(
+                "model=hf takes the model from a checkpoint; give its folder, with config.json and safetensors, as "
+                "model.path=DIR."
+            )
+        return
+    if len(given) == len(GIVEN):
+        raise ConfigError(
+            f"model.path={path} gives every size of the model, and so does the preset; use model=hf with it, or leave "
+            f"it out to start from random weights."
+        )
+    folder = open_folder(Path(path).expanduser().absolute())
+    architecture, found = read_config(folder.config)
+    _refuse_contradictions(given, found, folder)
+    stored_pieces(folder, architecture, found)
+    for key in GIVEN - given.keys():
+        model[key] = getattr(found, key)
+    model.path, model.content_hash = str(folder.path), folder.content_hash
+
+
+def _refuse_contradictions(given: dict[str, Any], found: ModelConfig, folder: CheckpointFolder) -> None:
+    fixed = GIVEN - FREE
+    if found.positions is Positions.learned:
+        fixed = fixed | {"max_positions"}  # the size of a table
+    wrong = [
+        f"model.{key}={_plain(given[key])}, not {_plain(getattr(found, key))}"
+        for key in sorted(given.keys() & fixed)
+        if given[key] != getattr(found, key)
+    ]
+    if wrong:
+        raise ConfigError(
+            f"{'; '.join(wrong)}: the weights in {folder.path} are of another shape; leave such keys out. Free to "
+            f"choose are {', '.join(f'model.{key}' for key in sorted(FREE - fixed))} and what no checkpoint knows."
+        )
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value
