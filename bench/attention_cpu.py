@@ -45,7 +45,7 @@ def document_lengths(mix: str, tokens: int, seed: int) -> list[int]:
     if mix != "stdlib":
         return draw_lengths(mix, tokens, seed)
     tokenizer = ByteTokenizer()
-    source = from_stdlib(DataConfig(source="stdlib"), tokenizer, tokenizer.vocab_size, seed)
+    source = from_stdlib(DataConfig(source="stdlib"), tokenizer, tokenizer.vocab_size, seed, 0)
     order = list(range(source.size))
     random.Random(seed).shuffle(order)
     lengths: list[int] = []

@@ -1,6 +1,6 @@
 """One optimiser step's packed rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from data.documents import Source
 from data.packing import Piece
-from data.sources import Source
 from parallel.plan.layout import PackedLayout
 
 IGNORE = -100  # label of a token that predicts nothing; cross_entropy's default ignore_index
@@ -28,6 +28,7 @@ class PackedDocument(NamedTuple):
     stop: int
     whole: bool  # False for a part of a document that was cut at a row's end
     goes_on: bool  # True for a part that another part follows
+    source: str = ""  # the label of its source
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class PackedBatch:
         positions: [rows, seq_len], from 0 in each document of the layout; 0 in padding.
         layout: the boundaries, of the rows laid end to end.
         documents: the layout's documents, in order.
-        byte_ids: ids below this are one byte of text each; 0 where the tokens are no bytes.
+        token_bytes: int64 [vocabulary], the bytes of text that an id stands for; None where that is not known.
     """
 
     tokens: Int64[Tensor, "rows seq_len"]
@@ -49,7 +50,7 @@ class PackedBatch:
     positions: Int64[Tensor, "rows seq_len"]
     layout: PackedLayout
     documents: tuple[PackedDocument, ...]
-    byte_ids: int
+    token_bytes: Int64[Tensor, " ids"] | None
 
     @property
     def rows(self) -> int:
@@ -66,8 +67,18 @@ class PackedBatch:
 
     @cached_property
     def predicted_bytes(self) -> int:
-        """Labels that are a byte of text (the end of a document is none): the unit of bits per byte."""
-        return int(((self.labels >= 0) & (self.labels < self.byte_ids)).sum())
+        """Bytes of text that the labels stand for (the end of a document is none): the unit of bits per byte.
+
+        0 where the ids' text is not known.
+        """
+        return 0 if self.token_bytes is None else int(self.token_bytes[self.labels[self.labels >= 0]].sum())
+
+    def source_tokens(self) -> dict[str, int]:
+        """Labels that count towards the loss, by the label of the documents' source: they add up to `label_tokens`."""
+        found: dict[str, int] = {}
+        for document in self.documents:
+            found[document.source] = found.get(document.source, 0) + document.stop - document.start - 1
+        return found
 
     @property
     def padding_tokens(self) -> int:
@@ -92,7 +103,7 @@ class PackedBatch:
             self.positions[start:stop],
             layout,
             documents,
-            self.byte_ids,
+            self.token_bytes,
         )
 
     def micro_batches(self, n: int) -> list["PackedBatch"]:
@@ -108,8 +119,14 @@ class PackedBatch:
         return [self.select_rows(start, start + step) for start in range(0, self.rows, step)]
 
 
-def build_batch(source: Source, rows: Sequence[Sequence[Piece]], seq_len: int, byte_ids: int) -> PackedBatch:
-    """Read the pieces that each row holds; an empty row is all padding."""
+def build_batch(
+    source: Source,
+    rows: Sequence[Sequence[Piece]],
+    seq_len: int,
+    token_bytes: Int64[Tensor, " ids"] | None,
+    label: Callable[[int], str] = lambda document: "",
+) -> PackedBatch:
+    """Read the pieces that each row holds; an empty row is all padding. `label` names a document's source."""
     pieces = [piece for row in rows for piece in row]
     layout = PackedLayout.from_lengths([p.length for p in pieces], [len(row) for row in rows], seq_len)
     tokens = np.zeros(layout.total_tokens, np.int64)
@@ -122,7 +139,9 @@ def build_batch(source: Source, rows: Sequence[Sequence[Piece]], seq_len: int, b
         length = source.length(piece.document)
         where = (piece.epoch, piece.document, piece.start, piece.stop)
         name = source.name(piece.document)
-        documents.append(PackedDocument(row, name, *where, piece.length == length, piece.stop < length))
+        documents.append(
+            PackedDocument(row, name, *where, piece.length == length, piece.stop < length, label(piece.document))
+        )
     shape = (len(rows), seq_len)
     return PackedBatch(
         torch.from_numpy(tokens).view(shape),
@@ -130,5 +149,5 @@ def build_batch(source: Source, rows: Sequence[Sequence[Piece]], seq_len: int, b
         torch.from_numpy(layout.positions()).view(shape),
         layout,
         tuple(documents),
-        byte_ids if source.counts_bytes else 0,
+        token_bytes if source.counts_bytes else None,
     )

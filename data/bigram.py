@@ -12,12 +12,21 @@ from data.loader import PackedLoader
 _CHUNK = 1 << 20  # tokens counted at a time
 
 
+def _pair_counts(train: PackedLoader, max_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Sorted codes previous * vocab + next of the training documents' pairs, and how often each occurs.
+
+    Only pairs that occur are held, whatever the vocabulary.
+    """
+    codes, counts = zip(*(np.unique(chunk, return_counts=True) for chunk in _chunks(train, max_tokens)))
+    found, inverse = np.unique(np.concatenate(codes), return_inverse=True)
+    return found, np.bincount(inverse, np.concatenate(counts), found.size).astype(np.int64)
+
+
 def _chunks(train: PackedLoader, max_tokens: int) -> Iterator[NDArray[np.int64]]:
-    """Codes previous * vocab + next of the training documents, at most about `max_tokens` of them, in large arrays."""
-    documents = range(max_tokens) if train.indices is None else train.indices.tolist()
+    """Codes of the pairs, of at most about `max_tokens` tokens, in large arrays."""
     held: list[NDArray[np.int64]] = []
     size = total = 0
-    for document in documents:
+    for document in train.documents():
         ids = train.source.tokens(document, 0, min(train.source.length(document), max_tokens - total))
         held.append(ids[:-1].astype(np.int64) * train.tokenizer.vocab_size + ids[1:])
         size += len(ids)
@@ -37,7 +46,7 @@ def bigram_bits_per_byte(
     """Bits per byte of a bigram table on exactly the labels of `eval_batches`.
 
     P(next | previous) = (count + k) / (count of previous + k V), counted over the training documents. As for a model,
-    the bits of all labels, ends of documents included, are divided by the labels that are bytes.
+    the bits of all labels, ends of documents included, are divided by the bytes that they stand for.
 
     Args:
         train: the loader of the train split; its place in the stream does not matter and does not move.
@@ -48,18 +57,19 @@ def bigram_bits_per_byte(
     Raises:
         ValueError: documents tokenised beforehand (their tokens are no bytes), or no byte to predict.
     """
-    if not train.source.counts_bytes:
-        raise ValueError("bits per byte need text: these documents were tokenised beforehand, and a token is no byte")
+    if not train.source.counts_bytes or train.tokenizer.token_bytes is None:
+        raise ValueError("bits per byte need text: these documents were tokenised beforehand, or not as bytes")
     vocab = train.tokenizer.vocab_size
-    counts = np.zeros(vocab * vocab, np.int64)
-    for codes in _chunks(train, max_tokens):
-        counts += np.bincount(codes, minlength=vocab * vocab)
-    table = counts.reshape(vocab, vocab)
-    bits = np.log2(table.sum(1, keepdims=True) + add_k * vocab) - np.log2(table + add_k)
+    codes, counts = _pair_counts(train, max_tokens)
+    previous = np.bincount(codes // vocab, counts, vocab)
     total, num_bytes = 0.0, 0
     for batch in eval_batches:
         valid = batch.labels >= 0
-        total += math.fsum(bits[batch.tokens[valid].numpy(), batch.labels[valid].numpy()].tolist())
+        before = batch.tokens[valid].numpy()
+        wanted = before * vocab + batch.labels[valid].numpy()
+        places = np.minimum(np.searchsorted(codes, wanted), codes.size - 1)
+        seen = np.where(codes[places] == wanted, counts[places], 0)
+        total += math.fsum((np.log2(previous[before] + add_k * vocab) - np.log2(seen + add_k)).tolist())
         num_bytes += batch.predicted_bytes
     if not num_bytes:
         raise ValueError("the evaluation predicts no bytes; raise data.eval_rows or data.eval_fraction")

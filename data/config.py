@@ -1,38 +1,108 @@
 """What to train on: the `data` group of a run's configuration."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
+
+MANIFEST = "manifest"  # as data.tokenizer: the tokenizer that a folder of tokens was prepared with
 
 
 @dataclass
-class DataConfig:
-    """Documents, how they are packed into rows, and what is held out for evaluation.
+class SourceConfig:
+    """Where documents come from. Plain types only, as this is part of a schema of structured configuration files."""
 
-    Plain types only, so that it also serves as a schema of structured configuration files.
-    """
-
-    source: str = "stdlib"  # stdlib: Python's own .py files; files: text or JSON lines; synthetic: drawn documents
-    paths: list[str] = field(default_factory=list)  # for files: globs of .txt (a document a file), .jsonl (one a line)
-    text_key: str = "text"  # for .jsonl: the key of a document's text; "tokens" holds documents tokenised beforehand
+    source: str = "stdlib"  # a name in data.sources.SOURCES: stdlib, files, hub, tokens, synthetic, or mix
+    paths: list[str] = field(default_factory=list)  # for files: globs of text, .jsonl and .parquet
+    path: str | None = None  # for hub: a data set's name, or a folder; for tokens: what data.prepare wrote
+    name: str | None = None  # for hub: the data set's configuration
+    split: str = "train"  # for hub: the split to read; documents are held out of it by eval_fraction all the same
+    streaming: bool = True  # for hub: read on as training goes; false: download whole, shuffle over all documents
+    text_key: str = "text"  # for .jsonl, .parquet, hub: a document's text; "tokens" holds ids tokenised beforehand
+    verify: str = "full"  # for tokens, at start: full hashes every shard; sizes looks at the files' sizes alone
     mix: str = "web"  # for synthetic: the distribution of document lengths, a name in data.mixes.MIXES
+
+    def check_source(self, prefix: str = "data.") -> None:
+        """Raise ValueError, in a sentence that names the key, for a value that cannot work or that nothing reads."""
+        # Imported here: the tables import this module.
+        from data.mixes import MIXES
+        from data.sources import SOURCES
+
+        sources = (*SOURCES, "mix")
+        for key, table in (("source", sources), ("mix", MIXES), ("verify", ("full", "sizes"))):
+            if getattr(self, key) not in table:
+                raise ValueError(f"{prefix}{key}={getattr(self, key)!r} is unknown; choose one of {', '.join(table)}")
+        if self.source == "files" and not self.paths:
+            raise ValueError(f"{prefix}source=files needs {prefix}paths, for example {prefix}paths=['corpus/**/*.txt']")
+        if self.source in ("hub", "tokens") and not self.path:
+            what = {"hub": "a data set's name or a folder", "tokens": "a folder that data.prepare wrote"}[self.source]
+            raise ValueError(f"{prefix}source={self.source} needs {prefix}path, {what}")
+        if not self.text_key:
+            raise ValueError(f"{prefix}text_key is empty; name the key that holds a document's text")
+        if not self.split:
+            raise ValueError(f"{prefix}split is empty; name the split to read, such as train")
+        for known in fields(SourceConfig):
+            value, readers = getattr(self, known.name), READERS.get(known.name)
+            default = [] if known.name == "paths" else known.default
+            if readers and value != default and self.source not in readers:
+                shown = list(value) if known.name == "paths" else value
+                raise ValueError(
+                    f"{prefix}{known.name}={shown} is set, but {prefix}source={self.source} reads no {known.name}; "
+                    f"use {prefix}source={' or '.join(readers)}, or leave {prefix}{known.name} out"
+                )
+
+
+# Which sources read a key; the others refuse it, as nothing that a user sets is ignored.
+READERS: dict[str, tuple[str, ...]] = {
+    "paths": ("files",),
+    "path": ("hub", "tokens"),
+    "name": ("hub",),
+    "split": ("hub",),
+    "streaming": ("hub",),
+    "text_key": ("files", "hub"),
+    "verify": ("tokens",),
+    "mix": ("synthetic",),
+}
+
+
+@dataclass
+class MixPart(SourceConfig):
+    """One source of a mixture."""
+
+    weight: float = 1.0  # its share of the tokens, relative to the other parts'
+    label: str | None = None  # its name in messages and in data/tokens/<label>; null: the source's
+
+
+@dataclass
+class DataConfig(SourceConfig):
+    """Documents, how they are packed into rows, and what is held out for evaluation."""
+
+    sources: list[MixPart] = field(default_factory=list)  # for mix: the sources, each with the keys above and a weight
     seq_len: int = 1024  # tokens per packed row
     rows: int = 4  # packed rows per optimiser step, over all ranks and micro-batches
     packing: str = "best_fit"  # best_fit: whole documents; stream: cut at row ends; padded: one document a row
     lookahead: int = 256  # for best_fit: documents held back to choose from
     eval_fraction: float = 0.05  # share of the documents held out for evaluation, by hash of their name; 0: none
     eval_rows: int = 64  # packed rows per evaluation, the same ones each time
-    tokenizer: str = "byte"  # a name in data.tokenizer.TOKENIZERS
+    tokenizer: str = "byte"  # byte, a tokenizer.json, a tiktoken rank file, or manifest: the one of data.path's tokens
+    tokenizer_pattern: str | None = None  # for a rank file: gpt2, cl100k, o200k, llama3, qwen; null: by its name
+    bos_token: str | None = None  # for a tokenizer file: the token that begins a document; null: the one known, or eos
+    eos_token: str | None = None  # for a tokenizer file: the token that ends a document; null: the one known
+    tokenizer_sha256: str | None = None  # hash of the tokenizer's file, written at start; given: another is refused
+
+    def parts(self) -> list[SourceConfig]:
+        """The sources to read: those of a mixture, else this one."""
+        return list(self.sources) if self.source == "mix" else [self]
+
+    def labels(self) -> list[str]:
+        """The name of each of `parts()` in messages and metrics."""
+        return [part.label or part.source if isinstance(part, MixPart) else part.source for part in self.parts()]
 
     def validate(self) -> None:
         """Raise ValueError, in a sentence that names the key, for a value that cannot work."""
-        # Imported here: the tables import this module.
-        from data.mixes import MIXES
         from data.packing import PACKINGS
-        from data.sources import SOURCES
-        from data.tokenizer import TOKENIZERS
 
-        for key, table in (("source", SOURCES), ("packing", PACKINGS), ("tokenizer", TOKENIZERS), ("mix", MIXES)):
-            if getattr(self, key) not in table:
-                raise ValueError(f"data.{key}={getattr(self, key)!r} is unknown; choose one of {', '.join(table)}")
+        self.check_source()
+        if self.packing not in PACKINGS:
+            raise ValueError(f"data.packing={self.packing!r} is unknown; choose one of {', '.join(PACKINGS)}")
         if self.seq_len < 2:
             raise ValueError(f"data.seq_len={self.seq_len}; a row needs at least 2 tokens to predict one")
         for key in ("rows", "lookahead", "eval_rows"):
@@ -40,18 +110,47 @@ class DataConfig:
                 raise ValueError(f"data.{key}={getattr(self, key)}; give at least 1")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"data.eval_fraction={self.eval_fraction}; give a share from 0 (no evaluation) to under 1")
-        if self.source == "files" and not self.paths:
-            raise ValueError("data.source=files needs data.paths, for example data.paths=['corpus/**/*.txt']")
-        if self.source != "files" and self.paths:
-            raise ValueError(
-                f"data.paths={list(self.paths)} is set, but data.source={self.source} reads no paths; "
-                "use data.source=files or leave data.paths empty"
-            )
-        if not self.text_key:
-            raise ValueError("data.text_key is empty; name the key that holds a document's text")
-        for key, default, source in (("mix", "web", "synthetic"), ("text_key", "text", "files")):
-            if getattr(self, key) != default and self.source != source:
+        self._check_mix()
+        self._check_tokenizer()
+
+    def _check_mix(self) -> None:
+        if self.source != "mix":
+            if self.sources:
                 raise ValueError(
-                    f"data.{key}={getattr(self, key)} is set, but data.source={self.source} does not read it; "
-                    f"use data.source={source} or leave data.{key} out"
+                    f"data.sources lists {len(self.sources)} sources, but data.source={self.source} is one; use "
+                    "data=mix or leave data.sources empty"
                 )
+            return
+        if not self.sources:
+            raise ValueError(
+                "data.source=mix needs data.sources, for example data.sources=[{source: stdlib, weight: 0.3}, ...]"
+            )
+        for place, part in enumerate(self.sources):
+            prefix = f"data.sources[{place}]."
+            if part.source == "mix":
+                raise ValueError(f"{prefix}source=mix would mix a mixture; list its sources themselves, weights shared")
+            part.check_source(prefix)
+            if not 0 < part.weight < math.inf:
+                raise ValueError(f"{prefix}weight={part.weight} must be a finite number above 0; or leave the part out")
+        labels = self.labels()
+        twice = next((label for label in labels if labels.count(label) > 1), None)
+        if twice is not None:
+            raise ValueError(
+                f"data.sources has {labels.count(twice)} parts labelled {twice!r}, whose counts would run together; "
+                "give each a label"
+            )
+        bad = next((label for label in labels if not label.replace("-", "").replace("_", "").isalnum()), None)
+        if bad is not None:
+            raise ValueError(f"data.sources: label {bad!r} names a metric; use letters, digits, - and _")
+
+    def _check_tokenizer(self) -> None:
+        drawn = [part.source for part in self.parts() if part.source == "synthetic"]
+        if drawn and self.tokenizer != "byte":
+            raise ValueError(
+                f"data.tokenizer={self.tokenizer} cannot code source=synthetic, whose documents are drawn as bytes; "
+                "use data.tokenizer=byte or another source"
+            )
+        if self.tokenizer == MANIFEST and not any(part.source == "tokens" for part in self.parts()):
+            raise ValueError(
+                "data.tokenizer=manifest is the tokenizer of source=tokens, and none is read here; name a tokenizer"
+            )

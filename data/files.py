@@ -1,41 +1,48 @@
-"""Documents in files: Python's standard library, text files (one document each) and JSON lines (one a line).
+"""Documents in files: Python's standard library, text files (one document each), JSON lines and parquet (one a row).
 
 Opening a source reads every line once, to check it and to note where it lies; the text itself stays on disk.
 """
 
 import glob
 import hashlib
-import json
 import os
 import sysconfig
 from array import array
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data.config import DataConfig
-from data.tokenizer import Tokenizer
+from data.config import SourceConfig
+from data.documents import FiniteDocuments
+from data.parquet import ParquetRows
+from data.records import Records
+from data.tokenizer import ByteTokenizer, Tokenizer
 
-TOKENS_KEY = "tokens"
 # Tests of the library and its editor: present in some installs of Python and left out by others.
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 
 
-class FileDocuments:
-    """Documents that lie in files, indexed by file, offset and size; read when asked for."""
+class FileDocuments(FiniteDocuments):
+    """Documents that lie in files, indexed by file and place; read when asked for.
+
+    Bytes are coded span by span; another tokenizer codes a document whole, so opening codes all of them once for their
+    lengths: `python -m data.prepare` does that once for all runs.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, text_key: str) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._text_key = text_key
+        self._records = Records(tokenizer, vocab_size, text_key)
         self._paths: list[str] = []
         self._names: list[str] = []
         self._sizes: list[int] = []  # bytes of each file when it was indexed
-        # Of each document: its file, first byte, bytes on disk, tokens, and line (0: the whole file is the document).
+        self._tables: dict[int, ParquetRows] = {}  # of the files that are parquet
+        # Of each document: its file, first byte (row group), bytes on disk (row in the group), tokens, and line or row
+        # of the file (0: the whole file is the document).
         self._file, self._offset, self._bytes = array("q"), array("q"), array("q")
         self._length, self._line = array("q"), array("q")
+        self._coded = lru_cache(maxsize=8)(self._code)  # a document that fills many rows is coded once
         self.counts_bytes = True
 
     @property
@@ -44,6 +51,9 @@ class FileDocuments:
 
     def length(self, index: int) -> int:
         return self._length[index]
+
+    def lengths(self) -> NDArray[np.int64]:
+        return np.array(self._length, np.int64)
 
     def name(self, index: int) -> str:
         name = self._names[self._file[index]]
@@ -59,40 +69,74 @@ class FileDocuments:
         stop = self._length[index] if stop is None else stop
         if not 0 <= start <= stop <= self._length[index]:
             raise ValueError(f"tokens {start}:{stop} are outside {self.name(index)} of {self._length[index]} tokens")
-        path, offset, size = self._paths[self._file[index]], self._offset[index], self._bytes[index]
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size != self._sizes[self._file[index]]:
-                raise self._changed(index)
+        if self._line[index] or not isinstance(self._tokenizer, ByteTokenizer):
+            return self._coded(index)[start:stop]
+        return self._tokenizer.encode_span(
+            lambda low, high: self._read(index, low, high), self._bytes[index], start, stop
+        )
 
-            def read(low: int, high: int) -> bytes:
-                file.seek(offset + low)
-                return file.read(high - low)
-
-            if not self._line[index]:
-                return self._tokenizer.encode_span(read, size, start, stop)
-            ids = self._parse(read(0, size), self.name(index))
+    def _code(self, index: int) -> NDArray[np.int32]:
+        """The whole document, read and coded again."""
+        if self._file[index] in self._tables:
+            self._read(index, 0, 0)  # has the file changed?
+            record = self._tables[self._file[index]].record(self._offset[index], self._bytes[index])
+            ids, _ = self._records.ids(record, self.name(index))
+        elif self._line[index]:
+            ids, _ = self._records.json_ids(self._read(index, 0, self._bytes[index]), self.name(index))
+        else:
+            ids = self._records.encode(self._read(index, 0, self._bytes[index]), self.name(index))
         if len(ids) != self._length[index]:
             raise self._changed(index)
-        return ids[start:stop]
+        ids.setflags(write=False)
+        return ids
+
+    def _read(self, index: int, low: int, high: int) -> bytes:
+        """Bytes `low` to `high` of the document on disk."""
+        with open(self._paths[self._file[index]], "rb") as file:
+            if os.fstat(file.fileno()).st_size != self._sizes[self._file[index]]:
+                raise self._changed(index)
+            file.seek(self._offset[index] + low)
+            return file.read(high - low)
 
     def _changed(self, index: int) -> ValueError:
         return ValueError(f"{self.name(index)} has changed since the run began; start again, with a copy if it grows")
 
-    def add_text(self, path: str, name: str) -> None:
-        """Index a file as one document, its bytes as they are."""
+    def add(self, path: str, name: str) -> None:
+        """Index a file by its kind. ValueError names the line or row that is broken."""
+        kind = kind_of(path)
+        {"json lines": self._add_json_lines, "parquet": self._add_parquet, "text": self._add_text}[kind](path, name)
+
+    def _add_text(self, path: str, name: str) -> None:
+        """A file as one document; with the byte tokenizer its bytes as they are, unread."""
         size = os.path.getsize(path)
         self._add_file(path, name, size)
-        self._add(0, size, self._tokenizer.length(size), 0)
+        if isinstance(self._tokenizer, ByteTokenizer):
+            length = self._tokenizer.length(size)
+        else:
+            length = len(self._records.encode(Path(path).read_bytes(), name))
+        self._add(0, size, length, 0)
 
-    def add_json_lines(self, path: str, name: str) -> None:
-        """Index a file of JSON objects, one a line; blank lines are no documents. ValueError names the line."""
+    def _add_json_lines(self, path: str, name: str) -> None:
+        """A file of JSON objects, one a line; blank lines are no documents."""
         self._add_file(path, name, os.path.getsize(path))
         offset = 0
         with open(path, "rb") as file:
             for line, raw in enumerate(file, start=1):
                 if raw.strip():
-                    self._add(offset, len(raw), len(self._parse(raw, f"{name}:{line}")), line)
+                    ids, from_text = self._records.json_ids(raw, f"{name}:{line}")
+                    self.counts_bytes &= from_text  # someone else's ids: their bytes are not known
+                    self._add(offset, len(raw), len(ids), line)
                 offset += len(raw)
+
+    def _add_parquet(self, path: str, name: str) -> None:
+        """A parquet file, a document a row."""
+        table = ParquetRows(path, name, self._records)
+        self._add_file(path, name, os.path.getsize(path))
+        self._tables[len(self._paths) - 1] = table
+        for number, (group, row, record) in enumerate(table.records(), start=1):
+            ids, from_text = self._records.ids(record, f"{name}:{number}")
+            self.counts_bytes &= from_text
+            self._add(group, row, len(ids), number)
 
     def _add_file(self, path: str, name: str, size: int) -> None:
         self._paths.append(os.path.abspath(path))
@@ -104,41 +148,15 @@ class FileDocuments:
         for column, value in zip(columns, (len(self._paths) - 1, offset, num_bytes, length, line)):
             column.append(value)
 
-    def _parse(self, raw: bytes, where: str) -> NDArray[np.int32]:
-        """The tokens of one JSON line."""
-        try:
-            record = json.loads(raw)
-        except ValueError as error:  # bad JSON and bad UTF-8 alike
-            raise ValueError(f"{where}: not a JSON object ({error})") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{where}: expected a JSON object, found {type(record).__name__}")
-        if self._text_key in record:
-            text = record[self._text_key]
-            if not isinstance(text, str):
-                raise ValueError(f"{where}: {self._text_key!r} holds {type(text).__name__}, expected text")
-            return self._tokenizer.encode(text)
-        if TOKENS_KEY in record:
-            self.counts_bytes = False  # someone else's ids: one is not a byte
-            return self._check_ids(record[TOKENS_KEY], where)
-        keys = ", ".join(map(repr, list(record)[:8])) or "none"
-        raise ValueError(
-            f"{where}: has neither {self._text_key!r} nor {TOKENS_KEY!r} (its keys: {keys}); set data.text_key"
-        )
 
-    def _check_ids(self, ids: Any, where: str) -> NDArray[np.int32]:
-        if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
-            raise ValueError(f"{where}: {TOKENS_KEY!r} must be a list of at least one integer")
-        for bad in (min(ids), max(ids)):
-            if not 0 <= bad < self._vocab_size:
-                raise ValueError(
-                    f"{where}: token id {bad} is outside the model's {self._vocab_size} ids; "
-                    "raise model.vocab_size or tokenise the text again"
-                )
-        return np.array(ids, np.int32)
+def kind_of(path: str) -> str:
+    """How a file's documents lie in it, by its name: json lines, parquet or text."""
+    lower = path.lower()
+    return "json lines" if lower.endswith(".jsonl") else "parquet" if lower.endswith(".parquet") else "text"
 
 
-def from_stdlib(config: DataConfig, tokenizer: Tokenizer, vocab_size: int, seed: int) -> FileDocuments:
-    """The .py files of the running Python's standard library, in sorted order; a file is a document.
+def stdlib_files() -> list[tuple[str, str]]:
+    """(path, name) of the .py files of the running Python's standard library, in sorted order.
 
     Tests, the bundled editor, installed packages and empty files are left out, so that installs of the same version
     agree on nearly all documents.
@@ -151,38 +169,49 @@ def from_stdlib(config: DataConfig, tokenizer: Tokenizer, vocab_size: int, seed:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _STDLIB_LEFT_OUT]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
-    source = FileDocuments(tokenizer, vocab_size, config.text_key)
-    for path in sorted(found):
-        if path.is_file() and path.stat().st_size:
-            source.add_text(str(path), path.relative_to(root).as_posix())
-    if not source.size:
+    files = [p for p in sorted(found) if p.is_file() and p.stat().st_size]
+    if not files:
         raise ValueError(
             f"no .py files under {root}: this Python comes without its library's sources; "
             "use data.source=files data.paths=['YOUR/**/*.txt'] or data.source=synthetic"
         )
+    return [(str(path), path.relative_to(root).as_posix()) for path in files]
+
+
+def listed_files(patterns: list[str]) -> list[tuple[str, str]]:
+    """(path, name) of the files that `patterns` name, in the order given, each glob's sorted and each file once.
+
+    Raises:
+        ValueError: a pattern without a file.
+    """
+    found: dict[str, str] = {}
+    for pattern in patterns:
+        for path in _expand(pattern):
+            found.setdefault(os.path.realpath(path), path)
+    return [(path, path) for path in found.values()]
+
+
+def from_stdlib(config: SourceConfig, tokenizer: Tokenizer, vocab_size: int, seed: int, context: int) -> FileDocuments:
+    """The standard library, a document a file (see `stdlib_files`)."""
+    source = FileDocuments(tokenizer, vocab_size, config.text_key)
+    for path, name in stdlib_files():
+        source.add(path, name)
     return source
 
 
-def from_paths(config: DataConfig, tokenizer: Tokenizer, vocab_size: int, seed: int) -> FileDocuments:
-    """The files that `config.paths` name, in the order given, each glob's in sorted order and each file once.
+def from_paths(config: SourceConfig, tokenizer: Tokenizer, vocab_size: int, seed: int, context: int) -> FileDocuments:
+    """The files that `config.paths` name (see `listed_files`).
 
     Raises:
         ValueError: a path without a file, files that hold no text, or a broken line (named by file and line).
     """
     source = FileDocuments(tokenizer, vocab_size, config.text_key)
-    seen: set[str] = set()
-    for pattern in config.paths:
-        for path in _expand(pattern):
-            if (real := os.path.realpath(path)) in seen:
-                continue
-            seen.add(real)
-            if path.lower().endswith(".jsonl"):
-                source.add_json_lines(path, path)
-            else:
-                source.add_text(path, path)
-    empty = tokenizer.length(0)
+    files = listed_files(config.paths)
+    for path, name in files:
+        source.add(path, name)
+    empty = len(tokenizer.encode(b""))
     if source.counts_bytes and not any(source.length(i) > empty for i in range(source.size)):
-        raise ValueError(f"data.paths={list(config.paths)}: the {len(seen)} files found hold no text")
+        raise ValueError(f"data.paths={list(config.paths)}: the {len(files)} files found hold no text")
     return source
 
 

@@ -12,17 +12,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from data.batch import PackedBatch, build_batch
 from data.config import DataConfig
+from data.documents import FiniteDocuments, Source
+from data.hub import HubStream
+from data.mixture import Mixture
+from data.order import MixtureOrder, Order, order_of
 from data.packing import PACKINGS, Piece
-from data.sources import Source, open_source
-from data.split import DocumentOrder, split_documents
-from data.tokenizer import TOKENIZERS
+from data.sources import open_source, open_tokenizer
+from data.split import split_documents
+from data.tokenizer import identity_text
 
 SPLITS = ("train", "eval")
-_STATE = 1
+_STATE = 2
 
 
 class PackedLoader:
@@ -37,7 +42,7 @@ class PackedLoader:
         vocab_size: ids that the model knows.
         seed: at least 0; the train split's order, and the documents of a synthetic source.
         split: train or eval.
-        source: the other split's source, if it is finite; opened here by default.
+        source: the other split's source: what of it has an end is used again, the rest opened anew.
 
     Raises:
         ValueError: a value or a document that cannot work; all documents are checked here, before training.
@@ -51,7 +56,7 @@ class PackedLoader:
             raise ValueError(f"split={split!r} is unknown; choose one of {', '.join(SPLITS)}")
         if seed < 0:
             raise ValueError(f"seed={seed}; give 0 or more")
-        self.tokenizer = TOKENIZERS[config.tokenizer]()
+        self.tokenizer = open_tokenizer(config)
         if self.tokenizer.vocab_size > vocab_size:
             raise ValueError(
                 f"tokenizer has {self.tokenizer.vocab_size} ids, model.vocab_size={vocab_size}; "
@@ -64,17 +69,48 @@ class PackedLoader:
         self.vocab_size = vocab_size
         self._seed = seed if split == "train" else 0
         # Drawn documents: the evaluation reads another stream, the same for every seed.
-        self.source = source or open_source(config, self.tokenizer, vocab_size, 2 * seed + 2 if split == "train" else 1)
-        self.indices: NDArray[np.int64] | None = None  # the split's documents; None where they never end
-        if self.source.size is not None:
-            self.indices = split_documents(self.source, config.eval_fraction)[SPLITS.index(split)]
+        drawn = 2 * seed + 2 if split == "train" else 1
+        self.source = open_source(config, self.tokenizer, vocab_size, drawn, source)
+        table = self.tokenizer.token_bytes
+        self._token_bytes = None if table is None else torch.from_numpy(table.astype(np.int64))
+        parts = self.source.sources if isinstance(self.source, Mixture) else [self.source]
+        self._parts = list(zip(config.labels(), parts, (self._indices_of(part) for part in parts), strict=True))
+        self.indices = (
+            self._parts[0][2] if len(parts) == 1 else None
+        )  # the split's documents; None where they have none
         self._restart()
+
+    def _indices_of(self, source: Source) -> NDArray[np.int64] | None:
+        """The documents of the split; None for a source without an end."""
+        if not isinstance(source, FiniteDocuments):
+            return None
+        return split_documents(source, self.config.eval_fraction)[SPLITS.index(self.split)]
+
+    def _order_of(self, part: int | None, once: bool) -> Order:
+        """The split's documents, from the first."""
+        orders = [
+            order_of(source, indices, self.config.eval_fraction, self._seed, self.split == "eval", part, once)
+            for _, source, indices in self._parts
+        ]
+        return MixtureOrder(orders, self.source.weights) if isinstance(self.source, Mixture) else orders[0]
 
     def _restart(self) -> None:
         self._step = 0
         self._packer = PACKINGS[self.config.packing](self.config.seq_len, self.config.lookahead)
         part = self.config.seq_len if self._packer.shuffles_parts else None
-        self._order = DocumentOrder(self.source, self.indices, self._seed, part, once=self.split == "eval")
+        self._order = self._order_of(part, once=self.split == "eval")
+
+    def documents(self) -> Iterator[int]:
+        """The split's documents, whole, in an order of their own: one pass, where there is one. The stream stays."""
+        order = self._order_of(None, once=True)
+        while (piece := order.pull()) is not None:
+            yield piece.document
+
+    def _label(self, document: int) -> str:
+        return self.source.label(document) if isinstance(self.source, Mixture) else self._parts[0][0]
+
+    def _build(self, rows: list[list[Piece]]) -> PackedBatch:
+        return build_batch(self.source, rows, self.config.seq_len, self._token_bytes, self._label)
 
     def batch(self, step: int) -> PackedBatch:
         """The batch of optimiser step `step`, counted from 0. Asking in order costs least: a later step packs the
@@ -93,7 +129,7 @@ class PackedLoader:
         rows = self._next_rows() if self._step == step else []
         if not rows:
             raise ValueError(f"step={step} is past the end of the {self.split} split's {self._step} batches")
-        return build_batch(self.source, rows, self.config.seq_len, self.tokenizer.byte_ids)
+        return self._build(rows)
 
     def _next_rows(self) -> list[list[Piece]]:
         """The pieces of the next batch's rows; an empty list at the end of the eval split."""
@@ -115,7 +151,7 @@ class PackedLoader:
             rows = self._next_rows()
             if not rows:
                 return
-            yield build_batch(self.source, rows, self.config.seq_len, self.tokenizer.byte_ids)
+            yield self._build(rows)
 
     @property
     def step(self) -> int:
@@ -124,16 +160,34 @@ class PackedLoader:
 
     @property
     def epoch(self) -> int:
-        """Passes over the documents that are complete or under way, counted from 0."""
+        """Passes over the documents that are complete, of a mixture by every source."""
         return self._order.epoch
+
+    @property
+    def epochs(self) -> dict[str, int]:
+        """Complete passes over each source's documents, by its label."""
+        orders = self._order.orders if isinstance(self._order, MixtureOrder) else [self._order]
+        return {label: order.epoch for (label, *_), order in zip(self._parts, orders)}
+
+    def describe(self) -> str:
+        """The corpus in words, as '665 documents of stdlib'."""
+        kinds = {True: "streamed documents", False: "documents without end"}
+        sizes = [
+            kinds[isinstance(source, HubStream)] if source.size is None else f"{source.size:,} documents"
+            for _, source, _ in self._parts
+        ]
+        if len(sizes) == 1:
+            return sizes[0]
+        return ", ".join(f"{size} of {label}" for size, (label, *_) in zip(sizes, self._parts))
 
     def fingerprint(self) -> dict[str, Any]:
         """What the stream of batches is a function of; the corpus by its documents' names and lengths."""
         config = self.config
-        keys = ("source", "seq_len", "rows", "packing", "lookahead", "eval_fraction", "tokenizer")
+        keys = ("source", "seq_len", "rows", "packing", "lookahead", "eval_fraction")
         return {
             "documents": self.source.size,
             "corpus": self.source.fingerprint(),
+            "tokenizer": identity_text(self.tokenizer),
             "split": self.split,
             "seed": self._seed,
             **{key: getattr(config, key) for key in keys},
@@ -145,8 +199,8 @@ class PackedLoader:
             "format": _STATE,
             "fingerprint": self.fingerprint(),
             "step": self._step,
-            "epoch": self._order.epoch,
-            "cursor": self._order.cursor,
+            "epochs": self.epochs,
+            "order": self._order.state(),
             "pending": [list(piece) for piece in self._packer.pending()],
         }
 
@@ -167,5 +221,5 @@ class PackedLoader:
             )
         self._restart()
         self._step = state["step"]
-        self._order.seek(state["epoch"], state["cursor"])
+        self._order.restore(state["order"])
         self._packer.restore([Piece(*piece) for piece in state["pending"]])

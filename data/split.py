@@ -1,21 +1,13 @@
 """Which documents train and which are held out, and in what order they are read."""
 
-import hashlib
-
 import numpy as np
 from numpy.typing import NDArray
 
+from data.documents import FiniteDocuments, Source
 from data.packing import Piece
-from data.sources import Source
 
 
-def _bucket(name: str) -> float:
-    """A number in [0, 1) that depends on the name alone."""
-    raw = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
-    return int.from_bytes(raw, "big") / 2**64
-
-
-def split_documents(source: Source, eval_fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def split_documents(source: FiniteDocuments, eval_fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Indices of the documents that train, in source order, and of those held out, in the order of their hash.
 
     A document is held out where the hash of its name falls below `eval_fraction`: it stays on its side when others
@@ -24,8 +16,7 @@ def split_documents(source: Source, eval_fraction: float) -> tuple[NDArray[np.in
     Raises:
         ValueError: a side without a document, where `eval_fraction` is above 0.
     """
-    assert source.size is not None, "documents without end have no split by name"
-    buckets = np.array([_bucket(source.name(i)) for i in range(source.size)])
+    buckets = source.name_hashes() / 2**64
     order = np.argsort(buckets, kind="stable")
     held_out = order[buckets[order] < eval_fraction]
     train = np.flatnonzero(buckets >= eval_fraction)
@@ -60,7 +51,8 @@ class DocumentOrder:
     ) -> None:
         self._source, self._indices, self._seed, self._part, self._once = source, indices, seed, part, once
         if indices is not None:
-            parts = [1 if part is None else -(-source.length(i) // part) for i in indices.tolist()]
+            assert isinstance(source, FiniteDocuments)
+            parts = np.ones(indices.size, np.int64) if part is None else -(-source.lengths()[indices] // part)
             self._part_bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(parts)])
         self.seek(0, 0)
 
@@ -69,6 +61,14 @@ class DocumentOrder:
         self.epoch, self.cursor = epoch, cursor
         if self._indices is not None:
             self._order = np.random.default_rng([self._seed, 2, epoch]).permutation(self._part_bounds[-1])
+
+    def state(self) -> list[int]:
+        """The place of the next document, as JSON-able data."""
+        return [self.epoch, self.cursor]
+
+    def restore(self, state: list[int]) -> None:
+        """Go on where `state` was taken."""
+        self.seek(*state)
 
     def pull(self) -> Piece | None:
         """The next document or part of one; None once a single pass is over."""

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from data.config import DataConfig
+from data.config import SourceConfig
 from data.mixes import sample_length
 from data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -66,6 +66,8 @@ class SyntheticDocuments:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def from_mix(config: DataConfig, tokenizer: Tokenizer, vocab_size: int, seed: int) -> SyntheticDocuments:
-    """The documents of `config.mix`; `config.seq_len` is the context that some mixes are cut or scaled to."""
-    return SyntheticDocuments(config.mix, seed, config.seq_len)
+def from_mix(
+    config: SourceConfig, tokenizer: Tokenizer, vocab_size: int, seed: int, context: int
+) -> SyntheticDocuments:
+    """The documents of `config.mix`; `context` is what some mixes are cut or scaled to."""
+    return SyntheticDocuments(config.mix, seed, context)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data.config import DataConfig
-from data.tokenizer import TOKENIZERS
+from data.sources import open_tokenizer
 from models.config import ModelConfig
 from parallel.plan.mesh import MeshSpec
 from parallel.strategy import Strategy
@@ -187,7 +187,11 @@ class Config:
         self.strategy.validate()
         if self.nproc is not None and self.nproc < 1:
             raise ConfigError(f"nproc={self.nproc} must be 1 or more; null: the ranks that a launcher gives, else 1.")
-        ids = TOKENIZERS[self.data.tokenizer]().vocab_size
+        tokenizer = open_tokenizer(self.data)
+        self.data.tokenizer_sha256 = tokenizer.identity.get(
+            "sha256"
+        )  # part of the hash, as the file's name says little
+        ids = tokenizer.vocab_size
         if ids > self.model.vocab_size:
             raise ConfigError(
                 f"the {self.data.tokenizer} tokenizer has {ids} ids and model.vocab_size={self.model.vocab_size}: a "

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
 
@@ -42,6 +42,7 @@ class Counters:
     tokens: int = 0
     skipped_steps: int = 0
     cut_documents: int = 0
+    source_tokens: dict[str, int] = field(default_factory=dict)  # by the source's label
 
 
 def train(config: Config, console: Console, team: Team | None = None) -> Outcome:
@@ -77,8 +78,7 @@ def open_loaders(config: Config) -> tuple[PackedLoader, PackedLoader | None]:
     train = PackedLoader(config.data, vocab, seed, split="train")
     if config.data.eval_fraction == 0:
         return train, None
-    shared = train.source if train.source.size is not None else None
-    return train, PackedLoader(config.data, vocab, seed, split="eval", source=shared)
+    return train, PackedLoader(config.data, vocab, seed, split="eval", source=train.source)
 
 
 class Trainer:
@@ -173,6 +173,8 @@ class Trainer:
         self.step = step
         self.counters.tokens += batch.label_tokens
         self.counters.cut_documents += batch.cut_documents
+        for source, count in batch.source_tokens().items():
+            self.counters.source_tokens[source] = self.counters.source_tokens.get(source, 0) + count
         values = {
             "train/loss": loss,
             "train/grad_norm": norm,
@@ -228,6 +230,7 @@ class Trainer:
         tflops = flops_per_step(self.config.model, tokens, pairs) / seconds / 1e12
         peak = peak_tflops(self.device)  # of one device
         full = batch.rows * batch.seq_len * (batch.seq_len + 1) / 2
+        epochs = self._loader_state["epochs"] if self._loader_state else self.loader.epochs
         return {
             "train/tokens": self.counters.tokens,
             "train/skipped_steps": self.counters.skipped_steps,
@@ -238,7 +241,9 @@ class Trainer:
             "data/docs_per_row": batch.num_documents / batch.rows,
             "data/padding": batch.padding_tokens / slots,
             "data/cut_documents": self.counters.cut_documents,
-            "data/epoch": self._loader_state["epoch"] if self._loader_state else self.loader.epoch,
+            "data/epoch": min(epochs.values()),
+            **({f"data/epoch/{source}": done for source, done in epochs.items()} if len(epochs) > 1 else {}),
+            **{f"data/tokens/{source}": count for source, count in self.counters.source_tokens.items()},
             "data/mask_density": batch.layout.pairs(causal=True) / full,
         }
 
@@ -280,8 +285,7 @@ class Trainer:
         mesh, config = self.team.mesh, self.config
         rows = config.data.rows // (mesh.dp * config.run.accumulate)
         how = f" ({config.strategy.describe(mesh, rows)})" if self.team.world > 1 else ""
-        documents = self.loader.source.size
-        corpus = "documents without end" if documents is None else f"{documents:,} documents"
+        corpus = self.loader.describe()
         self.console.print(
             f"{where}: {count.total:,} parameters on {ranks}{self.device}{how}, {self.config.data.rows} rows of "
             f"{self.config.data.seq_len:,} tokens a step, {corpus}, to step {last}; {self.folder.path}",

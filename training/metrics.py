@@ -32,7 +32,12 @@ METRICS: dict[str, tuple[str, str]] = {
     "data/docs_per_row": ("documents", "documents in a packed row, mean"),
     "data/padding": ("1", "share of the step's token slots that hold padding"),
     "data/cut_documents": ("documents", "documents cut at a row's end, which go on in another row, since step 1"),
-    "data/epoch": ("epochs", "complete passes over the training documents"),
+    "data/epoch": ("epochs", "complete passes over the training documents, of a mixture by every source"),
+    "data/tokens/<source>": (
+        "tokens",
+        "valid (predicted) tokens of each source since step 1; they sum to train/tokens",
+    ),
+    "data/epoch/<source>": ("epochs", "complete passes over each source of a mixture"),
     "data/mask_density": ("1", "allowed (query, key) pairs over those of full causal rows"),
     **{
         f"comm/bytes/{traffic}/{link}": ("bytes", f"{traffic} that exchanges of the step moved, all ranks, {where}")
@@ -40,6 +45,11 @@ METRICS: dict[str, tuple[str, str]] = {
         for link, where in (("self", "within a rank"), ("intra", "within nodes"), ("inter", "across nodes"))
     },
 }
+
+
+def is_known(name: str) -> bool:
+    """Whether METRICS lists the name, or its family: a last part in angle brackets stands for any."""
+    return "<" not in name and (name in METRICS or f"{name.rpartition('/')[0]}/<source>" in METRICS)
 
 
 class MetricsFile:
@@ -67,7 +77,7 @@ class MetricsFile:
             KeyError: a name that METRICS does not list.
             ValueError: a step that does not come after the last one.
         """
-        unknown = sorted(values.keys() - METRICS.keys())
+        unknown = sorted(name for name in values if not is_known(name))
         if unknown:
             raise KeyError(f"metrics {unknown} are not listed in training.metrics.METRICS.")
         if step <= self._last:

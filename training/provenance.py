@@ -9,7 +9,18 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("torch", "triton", "numpy", "hydra-core", "safetensors", "wandb")
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "hydra-core",
+    "safetensors",
+    "wandb",
+    "tokenizers",
+    "tiktoken",
+    "pyarrow",
+    "datasets",
+)
 
 
 def _git(*arguments: str) -> str | None:

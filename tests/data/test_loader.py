@@ -3,6 +3,7 @@
 import inspect
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from data.mixes import MIXES
 from data.packing import PACKINGS, Piece
 from data.sources import SOURCES
 
+BYTES = torch.tensor([1] * 256 + [0] * 2)  # bytes of text that each id stands for
 SIZES = [0, 1, 2, 3, 7, 13, 30, 31, 64, 100, 5, 6, 11, 40, 17, 9, 23, 1, 2, 19]  # bytes; rows hold 32 tokens
 
 
@@ -74,7 +76,7 @@ class Listed:
 
 def test_labels_are_shifted_before_any_split_so_shards_lose_none() -> None:
     """Shifting after the split would give [2 3 4 -100] and [6 7 8 -100]."""
-    batch = build_batch(Listed([1, 2, 3, 4, 5, 6, 7, 8]), [[Piece(0, 0, 0, 8)]], 8, 256)
+    batch = build_batch(Listed([1, 2, 3, 4, 5, 6, 7, 8]), [[Piece(0, 0, 0, 8)]], 8, BYTES)
     left, right = batch.labels[0].chunk(2)
     assert left.tolist() == [2, 3, 4, 5]
     assert right.tolist() == [6, 7, 8, -100]
@@ -83,7 +85,7 @@ def test_labels_are_shifted_before_any_split_so_shards_lose_none() -> None:
 def test_a_row_is_its_documents_then_padding() -> None:
     source = Listed([1, 2, 3], [4], [5, 6, 7])
     rows = [[Piece(0, 0, 0, 3), Piece(0, 1, 0, 1)], [Piece(0, 2, 0, 3)], []]
-    batch = build_batch(source, rows, 5, 256)
+    batch = build_batch(source, rows, 5, BYTES)
     assert batch.tokens.tolist() == [[1, 2, 3, 4, 0], [5, 6, 7, 0, 0], [0] * 5]
     assert batch.labels.tolist() == [[2, 3, -100, -100, -100], [6, 7, -100, -100, -100], [-100] * 5]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 0], [0, 1, 2, 0, 0], [0] * 5]
@@ -95,7 +97,7 @@ def test_a_row_is_its_documents_then_padding() -> None:
 
 def test_a_cut_document_goes_on_as_a_new_one() -> None:
     """Its positions restart, and no label reaches over the cut: the row's loss is that of its documents alone."""
-    batch = build_batch(Listed([1, 2, 3, 4, 5]), [[Piece(0, 0, 0, 3)], [Piece(0, 0, 3, 5)]], 3, 256)
+    batch = build_batch(Listed([1, 2, 3, 4, 5]), [[Piece(0, 0, 0, 3)], [Piece(0, 0, 3, 5)]], 3, BYTES)
     assert batch.labels.tolist() == [[2, 3, IGNORE], [5, IGNORE, IGNORE]]
     assert batch.positions.tolist() == [[0, 1, 2], [0, 1, 0]]
     assert batch.cut_documents == 1 and [d.whole for d in batch.documents] == [False, False]
@@ -104,7 +106,7 @@ def test_a_cut_document_goes_on_as_a_new_one() -> None:
 def test_end_tokens_inside_a_text_make_no_boundary() -> None:
     """Boundaries are data: neither token ids nor positions are asked where a document ends."""
     eos = 257
-    batch = build_batch(Listed([256, 5, eos, 6, eos], [256, eos]), [[Piece(0, 0, 0, 5), Piece(0, 1, 0, 2)]], 8, 256)
+    batch = build_batch(Listed([256, 5, eos, 6, eos], [256, eos]), [[Piece(0, 0, 0, 5), Piece(0, 1, 0, 2)]], 8, BYTES)
     assert batch.layout.lengths.tolist() == [5, 2]
     assert batch.labels.tolist() == [[5, eos, 6, eos, IGNORE, eos, IGNORE, IGNORE]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 0]]
@@ -335,9 +337,10 @@ def test_every_mix_packs(mix: str, packing: str) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_every_source_loads(source: str, corpus: Path) -> None:
-    paths = [str(corpus)] if source == "files" else []
-    batch = PackedLoader(DataConfig(source=source, paths=paths, seq_len=31, rows=2, eval_fraction=0.2), 258, 0).batch(0)
+def test_every_source_loads(source: str, source_keys: Callable[[str], dict[str, Any]]) -> None:
+    config = DataConfig(source=source, seq_len=31, rows=2, eval_fraction=0.4, **source_keys(source))
+    batch = PackedLoader(config, 258, 0).batch(0)
+    assert batch.source_tokens() == {source: batch.label_tokens}
     assert batch.tokens.shape == (2, 31) and batch.label_tokens > 0
 
 

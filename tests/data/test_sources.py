@@ -2,7 +2,9 @@
 
 import json
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.config import DataConfig
+from data.documents import Source
 from data.mixes import MIXES, sample_length
-from data.sources import SOURCES, Source, open_source
+from data.sources import SOURCES, open_source
 from data.synthetic import SyntheticDocuments
 from data.tokenizer import ByteTokenizer
 
@@ -205,9 +208,9 @@ def test_one_token_documents_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_every_source_keeps_the_protocol(name: str, corpus: Path) -> None:
-    paths = [str(corpus / "*")] if name == "files" else []
-    source = open_source(DataConfig(source=name, paths=paths), tokenizer, 258, 1)
+def test_every_source_keeps_the_protocol(name: str, source_keys: Callable[[str], dict[str, Any]]) -> None:
+    source = open_source(DataConfig(source=name, **source_keys(name)), tokenizer, 258, 1)
+    assert isinstance(source, Source)
     assert source.size is None or source.size > 0
     for i in range(3):
         ids = source.tokens(i)

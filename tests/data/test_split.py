@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data.documents import FiniteDocuments
 from data.split import DocumentOrder, split_documents
 
 
-class Named:
-    counts_bytes = True
+class Named(FiniteDocuments):
+    size = 0
 
     def __init__(self, *names: str, length: int = 5) -> None:
         self.names = names

@@ -44,6 +44,14 @@ def test_not_finite_is_null_so_every_line_is_json(tmp_path):
     }
 
 
+def test_a_family_takes_any_source_and_nothing_else(tmp_path):
+    file = MetricsFile(tmp_path / "m.jsonl")
+    assert file.write(1, {"data/tokens/web-2": 3})["data/tokens/web-2"] == 3
+    for name in ("data/tokens/<source>", "data/tokens", "data/tokens/a/b", "train/loss/web"):
+        with pytest.raises(KeyError, match="not listed"):
+            file.write(2, {name: 1})
+
+
 def test_every_metric_has_a_unit_and_a_meaning():
     assert all(unit and len(meaning) > 10 for unit, meaning in METRICS.values())
 
