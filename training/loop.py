@@ -94,6 +94,7 @@ class Trainer:
         self.share = Share(self.model, team, config.strategy, self._fill)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.counters, self.step = Counters(), 0
+        self._compiled = not config.model.compile  # whether the graphs of a step are there
         self._upcoming: PackedBatch | None = None
         self._loader_state: dict | None = None
         self.stopped_by: str | None = None  # the signal that all ranks agreed to stop at
@@ -158,10 +159,14 @@ class Trainer:
         lr = learning_rate(self.config.optim, step, self.config.run.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        found = forward_backward(self.model, batch, self.config.run.accumulate, self.config.run.precision, self.share)
-        figures = self.share.take_figures()
-        mine = [found.loss, self.stop.number, peak_memory_bytes(self.device), *figures.values()]
-        losses, signals, peaks, work, exposed, *sent = self.team.gather(mine).T
+        run = self.config.run
+        # the first step compiles its graphs, for which ranks take their own time
+        with contextlib.nullcontext() if self._compiled else self.team.patience():
+            found = forward_backward(self.model, batch, run.accumulate, run.precision, self.share)
+            figures = self.share.take_figures()
+            mine = [found.loss, self.stop.number, peak_memory_bytes(self.device), *figures.values()]
+            losses, signals, peaks, work, exposed, *sent = self.team.gather(mine).T
+        self._compiled = True
         loss = float(losses.sum())
         self._note_stop(signals)
         norm = float(gradient_norm(self.model, self.config.optim.clip_norm))
