@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from parallel.comm import Parcel, TorchTransport, gather_uneven
 from parallel.groups import Groups, default_place
 from parallel.plan.mesh import MeshSpec
+
+
+class Seconds(NamedTuple):
+    """By the clock, and of the processor: without waits, and without what neighbours on a machine take."""
+
+    wall: float
+    processor: float
 
 
 class Team:
@@ -31,12 +39,13 @@ class Team:
         mine = torch.tensor([value], dtype=torch.float64)
         return max(float(part) for part in gather_uneven(mine, [1] * self.world, self.groups.get("cp")))
 
-    def timed(self, call: Callable[[], object]) -> float:
-        """Seconds of `call`, which all ranks make at once, on the rank that takes longest; the same on every rank."""
+    def timed(self, call: Callable[[], object]) -> Seconds:
+        """Of `call`, which all ranks make at once, on the rank that takes longest; the same on every rank."""
         self.slowest(0.0)
-        began = time.perf_counter()
+        wall, processor = time.perf_counter(), time.process_time()
         call()
-        return self.slowest(time.perf_counter() - began)
+        processor, wall = time.process_time() - processor, time.perf_counter() - wall
+        return Seconds(self.slowest(wall), self.slowest(processor))
 
     def swap(self, size: int) -> Callable[[], None]:
         """A call in which ranks 0 and 1 send each other `size` bytes, as a schedule's round does."""

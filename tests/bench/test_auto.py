@@ -7,7 +7,8 @@ import pytest
 
 from bench import auto as bench_auto
 from bench.auto import auto_strategy, batches, judge, summary, time_presets
-from bench.table import Report
+from bench.ranks import Seconds
+from bench.table import Report, Row
 from data.mixes import MIXES
 from parallel.auto import candidates
 from parallel.plan.ir import AttentionShape
@@ -27,24 +28,34 @@ def test_every_candidate_is_timed_and_ranks_agree(ranks: RankPool):
     for prices, turns in answers:
         assert prices == answers[0][0] and list(prices) == list(answers[0][0])
         assert set(turns) == set(prices) == set(candidates())
-        assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in turns.values())
+        assert all(len(some) == 2 and min(map(min, some)) > 0 for some in turns.values())
     assert answers[0][1] == answers[1][1]  # the slower rank's seconds, on both
 
 
+def some_turns(*walls: float) -> list[Seconds]:
+    return [Seconds(wall, wall / 2) for wall in walls]
+
+
 def test_judging_a_choice():
-    """The choice is the cheapest by price; medians are compared, so one slow turn does no harm."""
-    row = judge("web", [3, 5], {"a": 2.0, "b": 3.0}, {"a": [1.0, 9.0, 1.1], "b": [1.0, 1.0, 8.0]})
+    """The choice is the cheapest by price; medians of the clock are compared, so one slow turn does no harm, and the
+    shortest turns of the processor."""
+    turns = {"a": some_turns(1.0, 9.0, 1.1), "b": some_turns(1.0, 0.8, 8.0)}
+    row = judge("web", [3, 5], {"a": 2.0, "b": 3.0}, turns)
     assert (row["chosen"], row["fastest"], row["tokens"]) == ("a", "b", 8)
     assert row["regret"] == pytest.approx(0.1) and row["predicted_x"] == pytest.approx(2.0 / 1.1)
+    assert row["processor_regret"] == pytest.approx(0.25)
 
 
 def test_summary_counts_what_is_near_the_fastest():
     stream = io.StringIO()
-    turns = [{"a": [1.0], "b": [1.0]}, {"a": [1.1], "b": [1.0]}, {"a": [1.0], "b": [2.0]}]
-    summary(Report(True, stream), [0.0, 0.1, 0.11, 0.5], turns)
+    walls = [{"a": 1.0, "b": 1.0}, {"a": 1.1, "b": 1.0}, {"a": 1.0, "b": 2.0}]
+    turns = [{name: some_turns(wall) for name, wall in batch.items()} for batch in walls]
+    rows: list[Row] = [{"regret": regret, "processor_regret": 0.0} for regret in (0.0, 0.1, 0.11, 0.5)]
+    summary(Report(True, stream), rows, turns)
     found = json.loads(stream.getvalue())
-    assert (found["batches"], found["right"], found["worst_regret"]) == (4, 2, 0.5)
-    assert found["one_preset"] == "a" and found["its_mean_regret"] == pytest.approx(0.1 / 3)
+    assert (found["batches"], found["regret_right"], found["regret_worst"]) == (4, 2, 0.5)
+    assert found["processor_regret_right"] == 4
+    assert found["one_preset"] == "a" and found["one_preset_mean"] == pytest.approx(0.1 / 3)
 
 
 @pytest.mark.deep
