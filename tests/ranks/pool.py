@@ -130,6 +130,7 @@ def _serve(connection: Connection) -> None:
                 world_size=world,
                 timeout=datetime.timedelta(seconds=COLLECTIVE),
             )
+            dist.barrier()  # a rank whose job is over at once must not part while others still connect
             answer = (True, job(*arguments), 0.0)
         except BaseException:
             answer = (False, traceback.format_exc(), time.monotonic())

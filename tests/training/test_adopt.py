@@ -56,7 +56,7 @@ def test_composed_configuration_is_the_checkpoint_s_and_complete(folders, family
 def test_hf_yaml_leaves_open_what_a_checkpoint_gives():
     marks = {key: f"${{checkpoint:{key}}}" for key in GIVEN}
     assert OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "model" / "hf.yaml")) == marks
-    assert GIVEN | {"softcap", "recompute", "attention", "path", "content_hash"} == set(
+    assert GIVEN | {"softcap", "recompute", "attention", "compile", "path", "content_hash"} == set(
         ModelConfig.__dataclass_fields__
     )
 
