@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 from kernels import codec_op
@@ -91,7 +92,7 @@ def test_documents_change_without_a_new_graph(backend: str) -> None:
         out, lse = attention(q * 1, k, v, mask, softcap=3.0, sink=sink, backend=backend)
         return out.square().sum() + lse.sum()
 
-    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(run, fullgraph=True, backend=graphs)
     for cu in BATCHES * 3:
         mask = IntervalMask.from_cu_seqlens(cu)
