@@ -45,6 +45,20 @@ def name_hash(name: str) -> int:
     return int.from_bytes(raw, "big")
 
 
+def bucket(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Where `name_hash`es fall in [0, 1): below `eval_fraction` a document is held out."""
+    return hashes / 2**64
+
+
+def stop_of(source: Source, index: int, start: int, stop: int | None) -> int:
+    """Where a span of a document's tokens ends: `stop`, or its last token. ValueError for a span outside it."""
+    length = source.length(index)
+    stop = length if stop is None else stop
+    if not 0 <= start <= stop <= length:
+        raise ValueError(f"tokens {start}:{stop} are outside {source.name(index)} of {length} tokens")
+    return stop
+
+
 class FiniteDocuments(ABC):
     """A source of `size` documents; subclasses that hold whole columns answer for all documents at once."""
 

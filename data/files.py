@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.config import SourceConfig
-from data.documents import FiniteDocuments
+from data.documents import FiniteDocuments, stop_of
 from data.parquet import ParquetRows
 from data.records import Records
 from data.tokenizer import ByteTokenizer, Tokenizer
@@ -66,9 +66,7 @@ class FileDocuments(FiniteDocuments):
         return digest.hexdigest()
 
     def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
-        stop = self._length[index] if stop is None else stop
-        if not 0 <= start <= stop <= self._length[index]:
-            raise ValueError(f"tokens {start}:{stop} are outside {self.name(index)} of {self._length[index]} tokens")
+        stop = stop_of(self, index, start, stop)
         if self._line[index] or not isinstance(self._tokenizer, ByteTokenizer):
             return self._coded(index)[start:stop]
         return self._tokenizer.encode_span(

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.config import SourceConfig
-from data.documents import FiniteDocuments
+from data.documents import FiniteDocuments, stop_of
 from data.records import Records
 from data.tokenizer import Tokenizer
 
@@ -44,6 +44,11 @@ def _first_line(error: BaseException) -> str:
         error = error.__cause__
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def row_name(title: str, *place: int) -> str:
+    """A document's name, which decides whether it is held out: its row, after its shard where it is streamed."""
+    return ":".join((title, *map(str, place)))
 
 
 def title(config: SourceConfig) -> str:
@@ -78,13 +83,10 @@ class HubTable(FiniteDocuments):
         return self._lengths
 
     def name(self, index: int) -> str:
-        return f"{self._title}:{index}"
+        return row_name(self._title, index)
 
     def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
-        stop = self.length(index) if stop is None else stop
-        if not 0 <= start <= stop <= self.length(index):
-            raise ValueError(f"tokens {start}:{stop} are outside {self.name(index)} of {self.length(index)} tokens")
-        return self._ids(index)[start:stop]
+        return self._ids(index)[start : stop_of(self, index, start, stop)]
 
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(self._title.encode(), digest_size=16)
@@ -125,18 +127,13 @@ class HubStream:
         return shard * _SHARD + row
 
     def name(self, index: int) -> str:
-        shard, row = divmod(index, _SHARD)
-        return f"{self._title}:{shard}:{row}"
+        return row_name(self._title, *divmod(index, _SHARD))
 
     def length(self, index: int) -> int:
         return len(self._ids(index))
 
     def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
-        ids = self._ids(index)
-        stop = len(ids) if stop is None else stop
-        if not 0 <= start <= stop <= len(ids):
-            raise ValueError(f"tokens {start}:{stop} are outside {self.name(index)} of {len(ids)} tokens")
-        return ids[start:stop]
+        return self._ids(index)[start : stop_of(self, index, start, stop)]
 
     def fingerprint(self) -> str:
         splits = getattr(self._stream.info, "splits", None) or {}
@@ -174,8 +171,7 @@ class HubStream:
         except Exception as error:
             raise ValueError(f"{self._title}, shard {shard} of {self.shards}: {_first_line(error)}") from None
         self._open = (shard, start + len(records))
-        keys = (self._records.text_key, "tokens")
-        return [{k: record[k] for k in keys if k in record} or record for record in records]
+        return [self._records.kept(record) for record in records]
 
 
 def from_hub(

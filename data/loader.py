@@ -75,9 +75,8 @@ class PackedLoader:
         self._token_bytes = None if table is None else torch.from_numpy(table.astype(np.int64))
         parts = self.source.sources if isinstance(self.source, Mixture) else [self.source]
         self._parts = list(zip(config.labels(), parts, (self._indices_of(part) for part in parts), strict=True))
-        self.indices = (
-            self._parts[0][2] if len(parts) == 1 else None
-        )  # the split's documents; None where they have none
+        # the split's documents; None for a mixture, and for documents without end
+        self.indices = self._parts[0][2] if len(parts) == 1 else None
         self._restart()
 
     def _indices_of(self, source: Source) -> NDArray[np.int64] | None:

@@ -21,6 +21,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 
 VERSION = 1
 MANIFEST_FILE = "manifest.json"
+PROGRESS_FILE = "progress.json"  # beside the shards until the manifest is written
 DTYPES = {"uint16": 2, "uint32": 4}  # bytes of an id
 INDEX_BYTES = 24  # of a document, before the names
 _CHUNK = 1 << 20
@@ -114,12 +115,12 @@ class Manifest:
                     "restore it, or prepare the tokens again"
                 )
         if hashes:
+            largest = {shard.tokens_file: shard.max_id for shard in self.shards}
             with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-                for _ in pool.map(self._verify_content, self.files()):
+                for _ in pool.map(lambda file: self._verify_content(file, largest.get(file)), self.files()):
                     pass
 
-    def _verify_content(self, file: ShardFile) -> None:
-        largest = {shard.tokens_file: shard.max_id for shard in self.shards}.get(file)
+    def _verify_content(self, file: ShardFile, largest: int | None) -> None:
         sha256, found = hash_file(self.path(file), None if largest is None else self.dtype)
         if sha256 != file.sha256:
             raise ValueError(
@@ -162,7 +163,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     root = Path(folder).expanduser()
     path = root / MANIFEST_FILE
     if not path.is_file():
-        begun = (root / "progress.json").exists()
+        begun = (root / PROGRESS_FILE).exists()
         hint = "its preparation has not ended: run data.prepare again" if begun else "write one with data.prepare"
         raise ValueError(f"data.path={folder} holds no {MANIFEST_FILE}; {hint}")
     try:
@@ -184,12 +185,14 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 def from_values(folder: Path, values: dict[str, Any]) -> Manifest:
     """A manifest from its JSON object. KeyError and TypeError for one of another form."""
-    shards = tuple(
-        Shard(**{**each, "tokens_file": _file(each["tokens_file"]), "index_file": _file(each["index_file"])})
-        for each in values["shards"]
-    )
+    shards = tuple(shard_from(each) for each in values["shards"])
     copy = values["tokenizer_file"]
     return Manifest(folder, **{**values, "shards": shards, "tokenizer_file": _file(copy) if copy else None})
+
+
+def shard_from(values: dict[str, Any]) -> Shard:
+    """A shard from its JSON object. KeyError and TypeError for one of another form."""
+    return Shard(**{**values, **{key: _file(values[key]) for key in ("tokens_file", "index_file")}})
 
 
 def _file(values: dict[str, Any]) -> ShardFile:

@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from data.documents import FiniteDocuments, Source, name_hash
+from data.documents import FiniteDocuments, Source, bucket, name_hash
 from data.hub import BLOCK, HubStream
 from data.packing import Piece
 from data.split import DocumentOrder
@@ -84,10 +84,12 @@ class StreamOrder:
 
     def _read(self, shard: int) -> list[Piece]:
         """The documents of the split in the block, or their parts, as they lie there."""
+        rows = range(self._source.block_rows(shard, self._block))
+        documents = [self._source.number(shard, self._block * BLOCK + row) for row in rows]
+        buckets = bucket(np.array([name_hash(self._source.name(document)) for document in documents], np.uint64))
         found = []
-        for row in range(self._source.block_rows(shard, self._block)):
-            document = self._source.number(shard, self._block * BLOCK + row)
-            if (name_hash(self._source.name(document)) / 2**64 < self._fraction) == self._held_out:
+        for document, low in zip(documents, (buckets < self._fraction).tolist()):
+            if low == self._held_out:
                 length = self._source.length(document)
                 step = self._part or length
                 bounds = ((start, min(start + step, length)) for start in range(0, length, step))

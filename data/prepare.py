@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from data.config import SourceConfig
-from data.manifest import MANIFEST_FILE, VERSION, Manifest, ShardFile, read_manifest
+from data.manifest import MANIFEST_FILE, PROGRESS_FILE, VERSION, Manifest, ShardFile, read_manifest
 from data.pool import TokenizerCall, coded_units
 from data.records import Records
 from data.shard_writer import ShardWriter, held_folder, write_whole
@@ -69,10 +69,12 @@ def prepare(options: argparse.Namespace, console: Console) -> Manifest:
         return _prepare_held(options, config, tokenizer, call, console)
 
 
-def _request(options: argparse.Namespace, config: SourceConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+def _request(
+    options: argparse.Namespace, config: SourceConfig, tokenizer: Tokenizer, stamps: list[list[Any]]
+) -> dict[str, Any]:
     """What is prepared and how: the part of it that decides the manifest."""
     keys = {"stdlib": (), "files": ("paths", "text_key"), "hub": ("path", "name", "split", "text_key")}[config.source]
-    listing = {} if config.source == "hub" else {"files_sha256": listing_hash(stamp(config))}
+    listing = {} if config.source == "hub" else {"files_sha256": listing_hash(stamps)}
     return {
         "version": VERSION,
         "source": {"source": config.source, **{key: getattr(config, key) for key in keys}, **listing},
@@ -84,25 +86,28 @@ def _request(options: argparse.Namespace, config: SourceConfig, tokenizer: Token
 def _prepare_held(
     options: argparse.Namespace, config: SourceConfig, tokenizer: Tokenizer, call: TokenizerCall, console: Console
 ) -> Manifest:
-    folder, request = options.out, _request(options, config, tokenizer)
+    folder, stamps = options.out, stamp(config)
+    request = _request(options, config, tokenizer, stamps)
     if (folder / MANIFEST_FILE).exists():
         return _finished(folder, request, console)
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    writer = ShardWriter(folder, {**request, "input": stamp(config)}, dtype, options.shard_tokens, config.source)
+    writer = ShardWriter(folder, {**request, "input": stamps}, dtype, options.shard_tokens, config.source)
     began = time.monotonic()
     copy = _copy_tokenizer(folder, tokenizer)
     records = Records(tokenizer, tokenizer.vocab_size, config.text_key)
     try:
-        size = _write_all(writer, config, records, options.workers, call, console)
+        total = sum(size for _, size, _ in stamps) or None
+        size = _write_all(writer, config, records, options.workers, call, total, console)
         writer.close()
     except BaseException:
         writer.abandon()
         raise
     if not writer.shards:
         raise ValueError(f"--source {config.source}: there is no document to prepare")
-    settings = {"pattern": call[1], "bos_token": call[2], "eos_token": call[3]}
+    # how to load the copy, whose name no longer tells the pattern
+    settings = {"pattern": tokenizer.identity.get("pattern"), "bos_token": call[2], "eos_token": call[3]}
     manifest = Manifest(
-        folder, tokenizer.identity, copy, _settings_of(tokenizer, settings), tokenizer.vocab_size, dtype,
+        folder, tokenizer.identity, copy, settings, tokenizer.vocab_size, dtype,
         writer.from_text, request["source"], options.shard_tokens, tuple(writer.shards),
     )  # fmt: skip
     writer.seal(manifest.to_json())
@@ -128,7 +133,7 @@ def _finished(folder: Path, request: dict[str, Any], console: Console) -> Manife
         raise ValueError(
             f"{folder} holds tokens prepared with another {key} ({known[key]}; now {request[key]}); give another --out"
         )
-    (folder / "progress.json").unlink(missing_ok=True)  # killed between the two
+    (folder / PROGRESS_FILE).unlink(missing_ok=True)  # killed between the two
     manifest.verify(hashes=False)
     console.print(f"{folder}: complete already, {manifest.tokens:,} tokens", highlight=False, markup=False)
     return manifest
@@ -142,16 +147,16 @@ def _copy_tokenizer(folder: Path, tokenizer: Tokenizer) -> ShardFile | None:
     return write_whole(folder / f"tokenizer{'.json' if path.suffix == '.json' else '.tiktoken'}", path.read_bytes())
 
 
-def _settings_of(tokenizer: Tokenizer, settings: dict[str, str | None]) -> dict[str, str | None]:
-    """How to load the copy, whose name no longer tells the pattern."""
-    return {**settings, "pattern": tokenizer.identity.get("pattern")}
-
-
 def _write_all(
-    writer: ShardWriter, config: SourceConfig, records: Records, workers: int, call: TokenizerCall, console: Console
+    writer: ShardWriter,
+    config: SourceConfig,
+    records: Records,
+    workers: int,
+    call: TokenizerCall,
+    total: int | None,
+    console: Console,
 ) -> int:
-    """Write every document that no whole shard holds; gives the bytes of input."""
-    total = sum(size for _, size, _ in stamp(config)) or None
+    """Write every document that no whole shard holds; gives the bytes of input, of which `total` are expected."""
     columns = (TextColumn("{task.fields[written]:,} documents"), BarColumn(), TimeRemainingColumn())
     done = size = seen = 0
     skip = writer.documents

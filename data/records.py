@@ -35,6 +35,10 @@ class Records:
             f"{where}: has neither {self.text_key!r} nor {TOKENS_KEY!r} (its keys: {keys}); set data.text_key"
         )
 
+    def kept(self, record: dict[str, Any]) -> dict[str, Any]:
+        """What `ids` reads of a record; all of one that it will refuse, so that the refusal can list its keys."""
+        return {key: record[key] for key in (self.text_key, TOKENS_KEY) if key in record} or record
+
     def json_ids(self, raw: bytes, where: str) -> tuple[NDArray[np.int32], bool]:
         """`ids` of one JSON line."""
         try:

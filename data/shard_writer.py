@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from data.documents import name_hash
-from data.manifest import MANIFEST_FILE, Shard, ShardFile
+from data.manifest import MANIFEST_FILE, PROGRESS_FILE, Shard, ShardFile, shard_from
 from data.units import Coded
 
-PROGRESS_FILE = "progress.json"
 LOCK_FILE = "writing.lock"
 _PART = ".part"
 
@@ -106,10 +105,7 @@ class ShardWriter:
                 f"{self.folder} was begun with another {key} ({was}; now {now}); restore it, or give another --out"
             )
         self.from_text = saved["from_text"]
-        self.shards = [
-            Shard(**{**s, "tokens_file": ShardFile(**s["tokens_file"]), "index_file": ShardFile(**s["index_file"])})
-            for s in saved["shards"]
-        ]
+        self.shards = [shard_from(values) for values in saved["shards"]]
 
     def _save(self) -> None:
         shards = [asdict(shard) for shard in self.shards]

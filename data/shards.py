@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.config import SourceConfig
-from data.documents import FiniteDocuments
+from data.documents import FiniteDocuments, stop_of
 from data.manifest import INDEX_BYTES, Manifest, Shard, read_manifest
 from data.tokenizer import Tokenizer, identity_text
 
@@ -97,11 +97,8 @@ class TokenShards(FiniteDocuments):
 
     def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
         view, place = self._find(index)
-        low, high = view.bounds(place)
-        stop = high - low if stop is None else stop
-        if not 0 <= start <= stop <= high - low:
-            raise ValueError(f"tokens {start}:{stop} are outside {self.name(index)} of {high - low} tokens")
-        return view.read(low + start, low + stop)
+        low, _ = view.bounds(place)
+        return view.read(low + start, low + stop_of(self, index, start, stop))
 
     def fingerprint(self) -> str:
         return self._fingerprint

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from data.documents import FiniteDocuments, Source
+from data.documents import FiniteDocuments, Source, bucket
 from data.packing import Piece
 
 
@@ -16,7 +16,7 @@ def split_documents(source: FiniteDocuments, eval_fraction: float) -> tuple[NDAr
     Raises:
         ValueError: a side without a document, where `eval_fraction` is above 0.
     """
-    buckets = source.name_hashes() / 2**64
+    buckets = bucket(source.name_hashes())
     order = np.argsort(buckets, kind="stable")
     held_out = order[buckets[order] < eval_fraction]
     train = np.flatnonzero(buckets >= eval_fraction)

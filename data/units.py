@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from data.config import SourceConfig
 from data.files import kind_of, listed_files, stdlib_files
-from data.hub import load, title
+from data.hub import load, row_name, title
 from data.parquet import ParquetRows
 from data.records import Records
 
@@ -83,7 +83,7 @@ def units(config: SourceConfig, records: Records) -> Iterator[Unit]:
         ValueError: an input that cannot be read.
     """
     if config.source == "hub":
-        yield from _hub_units(config)
+        yield from _hub_units(config, records)
         return
     texts: list[tuple[str, str, int]] = []
     for path, name in input_files(config):
@@ -141,20 +141,15 @@ def _record_units(rows: Iterator[tuple[str, dict[str, Any]]], share: float = 0.0
         yield Unit(tuple(n for n, _ in held), records=tuple(r for _, r in held), size=round(share * len(held)))
 
 
-def _hub_units(config: SourceConfig) -> Iterator[Unit]:
+def _hub_units(config: SourceConfig, records: Records) -> Iterator[Unit]:
     """Shard after shard, named as the stream names them; or row after row of a whole split."""
-    data = load(config)
-    keys = (config.text_key, "tokens")
-
-    def kept(record: dict[str, Any]) -> dict[str, Any]:
-        return {key: record[key] for key in keys if key in record} or record
-
+    data, top = load(config), title(config)
     if not config.streaming:
-        yield from _record_units((f"{title(config)}:{i}", kept(record)) for i, record in enumerate(data))
+        yield from _record_units((row_name(top, i), records.kept(record)) for i, record in enumerate(data))
         return
     for shard in range(data.num_shards):
         part = data.shard(num_shards=data.num_shards, index=shard)
-        yield from _record_units((f"{title(config)}:{shard}:{row}", kept(record)) for row, record in enumerate(part))
+        yield from _record_units((row_name(top, shard, row), records.kept(record)) for row, record in enumerate(part))
 
 
 def encode_unit(unit: Unit, records: Records) -> Coded:

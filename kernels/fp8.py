@@ -25,7 +25,7 @@ from jaxtyping import Float, Float32, UInt8
 from torch import Tensor
 
 from kernels import fp8_torch
-from kernels.codec_op import choices, decode_op, decode_sum_encode_op, decode_sum_op, encode_op
+from kernels.codec_op import decode_op, decode_sum_encode_op, decode_sum_op, encode_op, spell
 from kernels.runtime import triton_installed
 from kernels.wire import Codec, check_header, check_size, layout_of
 
@@ -44,7 +44,7 @@ def encode(
     if x.dtype not in DTYPES:
         raise ValueError(f"a codec takes fp32, bf16 or fp16, not {x.dtype}; cast first")
     if torch.compiler.is_compiling():
-        return _given(encode_op(x, *choices(codec)), out)
+        return _given(encode_op(x, spell(codec)), out)
     out = _target(x, codec, x.shape, out)
     if _fused(x):
         from kernels.fp8_triton import encode_triton  # a machine without a GPU may lack Triton
@@ -69,7 +69,7 @@ def decode(
     if dtype not in DTYPES:
         raise ValueError(f"a codec gives fp32, bf16 or fp16, not {dtype}; cast afterwards")
     if torch.compiler.is_compiling():  # the operators check their wires when they run
-        return decode_op(wire, *choices(codec), shape, dtype, trusted)
+        return decode_op(wire, spell(codec), shape, dtype, trusted)
     if wire.dim() != 1:
         raise ValueError(f"decode takes one wire, a flat tensor, not {tuple(wire.shape)}; use decode_sum for several")
     wires = _wires(wire[None], codec, shape, trusted)
@@ -90,7 +90,7 @@ def decode_sum(
         ValueError: no wire, or wires of another size, codec or version.
     """
     if torch.compiler.is_compiling():
-        return decode_sum_op(wires, *choices(codec), shape, trusted)
+        return decode_sum_op(wires, spell(codec), shape, trusted)
     wires = _wires(wires, codec, shape, trusted)
     if _fused(wires):
         from kernels.fp8_triton import decode_sum_triton
@@ -115,7 +115,7 @@ def decode_sum_encode(
         ValueError: as `decode_sum`, or an `out` that does not fit.
     """
     if torch.compiler.is_compiling():
-        return _given(decode_sum_encode_op(wires, *choices(codec), shape, trusted), out)
+        return _given(decode_sum_encode_op(wires, spell(codec), shape, trusted), out)
     wires = _wires(wires, codec, shape, trusted)
     out = _target(wires, codec, shape, out)
     if _fused(wires):

@@ -216,8 +216,7 @@ def decode_sum_encode_triton(wires: Tensor, codec: Codec, shape: Sequence[int], 
     with on_device_of(wires):
         fp8_sum_encode[_grid(codec, layout)](
             *_parts(wires, layout), *_parts(out, layout), len(wires), wires.stride(0), *_counts(codec, layout),
-            layout.groups, layout.pairs, **sum_constants(codec, layout.tokens * layout.width),
-            **_options(), **_register_limit(),
+            layout.groups, layout.pairs, **sum_constants(codec, layout.tokens * layout.width), **_options(True),
         )  # fmt: skip
     return out
 
@@ -285,9 +284,11 @@ def _counts(codec: Codec, layout: Layout) -> tuple[int, int]:
     return header_words(codec, layout.tokens * layout.width)[2:]
 
 
-def _register_limit() -> dict[str, Any]:
-    return {} if interpreted() or torch.version.hip is not None else {"maxnreg": REGISTERS}
+def launch_options(sums_to_wire: bool, cuda: bool) -> dict[str, Any]:
+    """What the compiler is told of a launch; `sums_to_wire` is fp8_sum_encode's."""
+    limit = {"maxnreg": REGISTERS} if sums_to_wire and cuda else {}
+    return {"num_warps": WARPS, "enable_fp_fusion": False, **limit}
 
 
-def _options() -> dict[str, Any]:
-    return {} if interpreted() else {"num_warps": WARPS, "enable_fp_fusion": False}
+def _options(sums_to_wire: bool = False) -> dict[str, Any]:
+    return {} if interpreted() else launch_options(sums_to_wire, torch.version.hip is None)

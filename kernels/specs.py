@@ -15,13 +15,12 @@ from kernels.attention_bwd import attention_delta, attention_dkdv, attention_dq
 from kernels.attention_fwd import attention_forward
 from kernels.combine_triton import merge_backward, merge_forward, rows_per_program
 from kernels.fp8_triton import (
-    REGISTERS,
-    WARPS,
     decode_constants,
     encode_constants,
     fp8_decode,
     fp8_encode,
     fp8_sum_encode,
+    launch_options,
     sum_constants,
 )
 from kernels.tiling import Kernel, Tile, choose_tile, late_sum, padded_width, use_descriptors
@@ -125,8 +124,8 @@ def codec_spec(kernel: str, codec: Codec, dtype: str, target: str, hardware: boo
         signature[name] = "constexpr" if name in constants else pointer
         if signature[name].startswith("*") or name in _CODEC_MULTIPLES:
             attrs[i,] = [["tt.divisibility", 16]]
-    limit = {"maxnreg": REGISTERS} if kernel == "decode_sum_encode" and target.startswith("sm_") else {}
-    return KernelSpec(fn, signature, constants, attrs, {"num_warps": WARPS, "enable_fp_fusion": False} | limit)
+    options = launch_options(kernel == "decode_sum_encode", target.startswith("sm_"))
+    return KernelSpec(fn, signature, constants, attrs, options)
 
 
 def _describe(

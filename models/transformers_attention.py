@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from kernels.api import IntervalMask, attention
+from kernels.mask import UNBOUNDED
 
-UNBOUNDED = 2**40
 BLOCK = 2**24  # pairs of an unknown mask that are looked at together
 UNSUPPORTED = ("block_table", "head_mask", "position_bias", "k_cache", "v_cache")
 Reach = tuple[int, int]
@@ -174,9 +174,7 @@ def visible_keys(
     if isinstance(attention_mask, Visible):  # generation made it ahead, for a static cache
         return attention_mask
     q_offset = int(q_offset)
-    known = None if mask_function is None else _known(mask_function)
-    if mask_function is None:
-        known = (UNBOUNDED, 0), None
+    known = ((UNBOUNDED, 0), None) if mask_function is None else _known(mask_function)
     if known is not None:
         lo, hi = _reached(known[0], batch_size, q_length, kv_length, q_offset - kv_offset, device)
         if known[1] is not None:

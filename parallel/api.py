@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kernels.autograd import scale_of
 from kernels.rounds import choose_rounds
 from parallel.ahead import Ahead
 from parallel.attention import Engine, planned_attention
@@ -190,7 +191,7 @@ class ContextParallel:
             raise ValueError(
                 f"no plan for window {window}; bind(layout, shape, windows=[...]) made {list(self._bound)}"
             )
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+        scale = scale_of(q, softmax_scale)
         return planned_attention(self._engine, self._bound[window], q, k, v, Options(scale, softcap, sink))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, ctx: LayerContext) -> Tensor:

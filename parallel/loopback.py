@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kernels.autograd import scale_of
 from kernels.rounds import choose_rounds
 from parallel.bind import BoundPlan, token_index
 from parallel.comm import Loopback, Recorder
@@ -63,7 +64,7 @@ def run_loopback(
         ValueError: tensors that do not have the plan's shape, or a schedule that breaks the transport's rules.
     """
     _check(plan, q, k, v, dout)
-    options = Options(q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale), softcap, sink)
+    options = Options(scale_of(q, softmax_scale), softcap, sink)
     result = LoopbackResult(torch.full_like(v[:, :1], 0).expand(-1, q.shape[1], -1).contiguous(), _lse(plan, q))
     index = [token_index(tokens, q.device) for tokens in plan.placement.sets]
     bound = [BoundPlan(plan, rank, q.device) for rank in range(plan.size)]

@@ -72,13 +72,13 @@ def write_checkpoint(folder: Path, step: int, tensors: Snapshot, state: dict[str
     _write_tensors(temporary / "optimizer.safetensors", tensors.optimizer)
     _write_text(temporary / "state.json", json.dumps({"step": step, **state}, indent=1))
     marker = {p.name: [p.stat().st_size, _checksum(p)] for p in sorted(temporary.iterdir())}
-    _sync_folder(temporary)
+    sync_path(temporary)
     if target.exists():
         _remove(target)
     os.rename(temporary, target)
-    _sync_folder(folder)
+    sync_path(folder)
     _write_text(target / MARKER, json.dumps(marker))
-    _sync_folder(target)
+    sync_path(target)
     for old in complete_checkpoints(folder)[:-keep]:
         _remove(old)
     for broken in _steps(folder):
@@ -189,7 +189,8 @@ def _write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """Wait until a file's content, or a folder's entries, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,7 +1,7 @@
 """Write a run's model as a Hugging Face checkpoint: config.json and safetensors, which transformers loads.
 
-python -m training.export runs/run-b74d55a5                            the newest complete checkpoint, fp32
-python -m training.export runs/run-b74d55a5 --step 100 --dtype bf16 --out my-model --shard-gb 2
+python -m training.export RUN                            the newest complete checkpoint of a run's folder, fp32
+python -m training.export RUN --step 100 --dtype bf16 --out my-model --shard-gb 2
 
 Of a run that started from a checkpoint, the tokenizer's files and special tokens are taken from there as they are.
 """
@@ -28,7 +28,7 @@ from models.hf_files import CONFIG, CheckpointError, read_json_object
 from models.hf_fit import fitting_architecture, write_config
 from models.hf_weights import check_written, split_shards, write_json, write_weights
 from models.parameters import parameter_shapes
-from training.checkpoint import complete_checkpoints, is_intact, load_state
+from training.checkpoint import complete_checkpoints, is_intact, load_state, sync_path
 from training.config import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -81,7 +81,8 @@ def export_run(
     temporary.mkdir()
     try:
         _write(temporary, source, architecture, DTYPES[dtype], int(shard_gb * 1e9), console)
-        _sync(temporary)
+        for path in (*temporary.iterdir(), temporary):
+            sync_path(path)
         os.rename(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -176,15 +177,6 @@ def _card(source: Source, architecture: str, note: str) -> str:
         f"{source.step} of {run['steps']} steps on {data['source']}, {data['rows']} rows of {data['seq_len']} tokens a "
         f"step.\n\n{note}\n"
     )
-
-
-def _sync(folder: Path) -> None:
-    for path in [*folder.iterdir(), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

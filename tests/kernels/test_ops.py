@@ -73,14 +73,14 @@ def test_opcheck_merge() -> None:
 def test_opcheck_codec(name: str) -> None:
     spec = CODECS[name]
     assert spec is not None
-    codec = codec_op.choices(replace(spec, group=32, view="strided"))
+    codec = codec_op.spell(replace(spec, group=32, view="strided"))
     x = torch.randn(9, 40)
-    wire = codec_op.encode_op(x, *codec)
+    wire = codec_op.encode_op(x, codec)
     wires = torch.stack([wire, wire])
-    opcheck(codec_op.encode_op, (x, *codec))
-    opcheck(codec_op.decode_op, (wire, *codec, [9, 40], torch.bfloat16, False))
-    opcheck(codec_op.decode_sum_op, (wires, *codec, [9, 40], False))
-    opcheck(codec_op.decode_sum_encode_op, (wires, *codec, [9, 40], True))
+    opcheck(codec_op.encode_op, (x, codec))
+    opcheck(codec_op.decode_op, (wire, codec, [9, 40], torch.bfloat16, False))
+    opcheck(codec_op.decode_sum_op, (wires, codec, [9, 40], False))
+    opcheck(codec_op.decode_sum_encode_op, (wires, codec, [9, 40], True))
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])

@@ -129,7 +129,7 @@ def free_but(flops: float, rate: float) -> Cluster:
 def test_bars_add_up(name: str):
     """Computing is the plan's work at the cluster's rate; a lane does one thing at a time."""
     plan, cluster = planned(name), free_but(1e9, 1e8)
-    total = np.zeros(plan.size)
+    total = 0.0
     for direction, products in (("forward", 2), ("backward", 5)):
         bars = walk(plan, cluster, direction)
         busy = [sum(b.stop - b.start for b in bars if b.rank == r and b.what == "attention") for r in range(plan.size)]
@@ -139,8 +139,8 @@ def test_bars_add_up(name: str):
                 mine = sorted((b.start, b.stop) for b in bars if b.rank == rank and b.lane == lane)
                 assert all(a[1] <= b[0] + 1e-12 for a, b in pairwise(mine))
         assert {b.what for b in bars} <= {"attention", "wait", "intra", "inter"}
-        total[0] += max((b.stop for b in bars if b.lane == "compute"), default=0.0)
-    assert total[0] == pytest.approx(predict_plan(plan, cluster).total_s)
+        total += max((b.stop for b in bars if b.lane == "compute"), default=0.0)
+    assert total == pytest.approx(predict_plan(plan, cluster).total_s)
 
 
 def test_a_transfer_hides_behind_a_block():
