@@ -5,8 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from parallel.strategy import load_strategy, preset_names
+from training.config import Config, config_hash
 from training.generated import BLOCKS, ROOT, rewrite, small_plan
 from training.plan_view import rank_lines
 
@@ -53,6 +56,14 @@ def test_the_numbers_in_the_prose_of_the_plan():
     command = re.search(r"run=plan strategy=(\w+) nproc=(\d) 'run.lengths=\[([\d,]+)\]'", text)
     assert command and command.groups() == (plan.axes["name"], str(plan.size), "5,3,4")
     assert plan.axes == dataclasses.asdict(load_strategy("zigzag_ring"))
+
+
+def test_run_folder_in_the_readme_is_the_default_commands():
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = OmegaConf.to_object(compose("config"))
+    assert isinstance(config, Config)
+    config.validate()
+    assert set(re.findall(r"runs/run-([0-9a-f]{8})", README)) == {config_hash(config)}
 
 
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.S))

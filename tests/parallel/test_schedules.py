@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from parallel.auto import resolve
 from parallel.comm import Loopback, Parcel
 from parallel.loopback import run_loopback
-from parallel.plan.ir import Attend, AttentionShape, Post, Wait
+from parallel.plan.ir import Attend, AttendBackward, AttentionShape, Post, Wait
 from parallel.plan.layout import PackedLayout
 from parallel.plan.plan import Plan
 from parallel.plan.verify import verify
@@ -216,6 +216,21 @@ def test_one_ranks_row_is_the_same_as_in_the_whole_plan():
             row = strategy.plan(placement, shape, CAUSAL, ranks=[rank])
             assert row.ranks == [rank] and row.hash == whole.hash
             assert row.forward[rank] == whole.forward[rank] and row.backward[rank] == whole.backward[rank]
+
+
+def test_double_ring_gives_sums_a_lap_to_come_home():
+    """A batch that takes sums of gradients to another node is waited for only after more blocks were computed."""
+    strategy = load_strategy("double_ring", dp=1, cp_inner=4)
+    layout = PackedLayout.from_lengths([128])
+    plan = strategy.plan(strategy.shard(layout, strategy.mesh(8, 4, 2)), AttentionShape(4, 2, 8, 8), MaskSpec())
+    hops = {"cp_inner"}  # where sums follow their keys; all others are on their way home
+    blocks = []
+    for program in plan.programs("backward"):
+        for at, step in enumerate(program.steps):
+            if isinstance(step, Post) and step.comm not in hops and any(m.kind == "grad_kv" for m in step.sends):
+                end = program.steps.index(Wait(step.batch, step.comm), at)
+                blocks.append(sum(isinstance(s, AttendBackward) for s in program.steps[at:end]))
+    assert max(blocks) > 1
 
 
 def test_json_round_trip_runs_the_same():

@@ -19,6 +19,7 @@ from models.decoder import Decoder
 from training.checkpoint import complete_checkpoints
 from training.config import Config, ConfigError, NonFinite, Precision, Resume, Schedule
 from training.metrics import read_metrics
+from training.rendezvous import Team
 from training.share import Share
 from training.step import NonFiniteLoss, evaluate, forward_backward, token_losses
 
@@ -188,6 +189,36 @@ def test_step_without_a_valid_token_survives(make_config):
     model = Decoder(config.model, seed=0)
     assert forward_backward(model, empty, 2, Precision.fp32).loss == 0.0
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_evaluation_plans_a_batch_before_it_is_asked_for(make_config, monkeypatch):
+    """While one batch is computed, the next one's exchanges are planned; every batch but the first has its turn."""
+    config = make_config(data={"eval_rows": 12, "eval_fraction": 0.5})
+    loader, seen = PackedLoader(config.data, 258, 0, split="eval"), []
+    share = Share(Decoder(config.model, seed=0))
+    share_part = share.part
+    monkeypatch.setattr(share, "prepare", lambda batch, *_: seen.append(("prepared", batch.documents)))
+    monkeypatch.setattr(share, "part", lambda micro, *_: seen.append(("run", micro.documents)) or share_part(micro, *_))
+    evaluate(share.model, loader, Precision.fp32, share=share)
+    batches = [batch.documents for batch in loader]
+    assert len(batches) > 1
+    wanted = [("run", batches[0])]
+    for documents in batches[1:]:
+        wanted[-1:] = [("prepared", documents), wanted[-1], ("run", documents)]
+    assert seen == wanted
+
+
+def test_only_a_first_compiled_step_waits_longer(make_config, monkeypatch):
+    """Ranks compile at their own pace: longer than a collective may take."""
+    counts, patience = {}, Team.patience
+    monkeypatch.setattr(Decoder, "compile_layers", lambda self: None)
+    for compiled in (False, True):
+        calls = []
+        with monkeypatch.context() as patch:
+            patch.setattr(Team, "patience", lambda self, calls=calls: calls.append(1) or patience(self))
+            run(make_config(model={"compile": compiled}, run={"steps": 3, "resume": Resume.never}))
+        counts[compiled] = len(calls)
+    assert counts[True] == counts[False] + 1
 
 
 def test_evaluation_sums_before_it_divides(make_config):
