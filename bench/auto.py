@@ -6,9 +6,11 @@
 
 A row is a batch: what auto chose with the constants of conf/cluster/cpu2.yaml, which preset was fastest, and the
 regret, how much longer the choice took. Presets take turns, a layer's attention forward and backward at a time, and
-what counts is the slower rank's median: what slows the machine slows them all. Where neighbours take the cores away,
-`processor_regret` still says something: the same of processor time, each preset's shortest turn, waits left out.
-`predicted_x` is the model's time over the measured one, of the choice. `bench.cluster` measures the constants.
+what counts is the slower rank's median: what slows the machine slows them all. Presets that come to one schedule (on
+two ranks, basp and ulysses) are timed once: of several equal things, the luckiest would be called the fastest. Where
+neighbours take the cores away, `processor_regret` still says something: the same of processor time, the shortest turn
+of each, waits left out. `predicted_x` is the model's time over the measured one, of the choice.
+`bench.cluster` measures the constants.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from parallel.groups import Groups
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import MeshSpec
+from parallel.plan.plan import DIRECTIONS, Plan
+from parallel.plan.visibility import MaskSpec
 from parallel.sharding.planner import Planner
 from parallel.strategy import Strategy, load_strategy
 from tests.ranks.pool import RankPool
@@ -70,10 +74,17 @@ def time_presets(
     prices = resolve(auto, auto.mesh(team.world, shape.H, shape.Hkv), layout, shape).seconds
     groups: dict[MeshSpec, Groups] = {}
     bound: dict[str, ContextParallel] = {}
+    schedules: list[tuple[str, tuple[object, ...]]] = []
+    same: dict[str, str] = {}  # preset -> the first one of its schedule
     for name in candidates():
         if name in prices:
             strategy = candidate(name, auto)
             mesh = strategy.mesh(team.world, shape.H, shape.Hkv)
+            mine = _schedule(strategy.plan(strategy.shard(layout, mesh, shape), shape, MaskSpec()))
+            same[name] = next((first for first, known in schedules if known == mine), name)
+            if same[name] != name:
+                continue
+            schedules.append((name, mine))
             if mesh not in groups:
                 groups[mesh] = Groups(mesh, team.rank)
             bound[name] = ContextParallel(strategy, mesh, groups[mesh], team.rank)
@@ -87,7 +98,14 @@ def time_presets(
             q, k, v, dout = (torch.randn(tokens, *size, generator=draw) for size in sizes)
             q, k, v = (x.requires_grad_() for x in (q, k, v))
             seconds[name].append(team.timed(partial(_both_ways, cp, q, k, v, dout)))
-    return prices, {name: turns[1:] for name, turns in seconds.items()}  # the first pays for warming up
+    return prices, {name: seconds[same[name]][1:] for name in same}  # the first turn warms up
+
+
+def _schedule(plan: Plan) -> tuple[object, ...]:
+    """What tells a plan of all ranks from those that do the same under another name: shards, steps' kinds, bytes."""
+    steps = [[type(step).__name__ for step in own.steps] for way in DIRECTIONS for own in plan.programs(way)]
+    tables = {traffic: table.tolist() for traffic, table in plan.bytes.items() if table.any()}
+    return [tokens.key for tokens in plan.placement.sets], plan.placement.split, steps, tables
 
 
 def _both_ways(cp: ContextParallel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:

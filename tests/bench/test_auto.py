@@ -30,6 +30,9 @@ def test_every_candidate_is_timed_and_ranks_agree(ranks: RankPool):
         assert set(turns) == set(prices) == set(candidates())
         assert all(len(some) == 2 and min(map(min, some)) > 0 for some in turns.values())
     assert answers[0][1] == answers[1][1]  # the slower rank's seconds, on both
+    turns = answers[0][1]
+    assert turns["basp"] == turns["ulysses"] and turns["double_ring"] == turns["zigzag_ring"]  # the same schedules
+    assert turns["striped_ring"] != turns["zigzag_ring"]
 
 
 def some_turns(*walls: float) -> list[Seconds]:
