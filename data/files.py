@@ -20,6 +20,11 @@ from data.parquet import ParquetRows
 from data.records import Records
 from data.tokenizer import ByteTokenizer, Tokenizer
 
+# Holding records or packed text, which as one text document would train without a word.
+_NOT_TEXT = (
+    ".json", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".arrow", ".feather", ".orc", ".avro",
+    ".npy", ".npz", ".bin", ".pkl", ".pt", ".safetensors",
+)  # fmt: skip
 # Tests of the library and its editor: present in some installs of Python and left out by others.
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 
@@ -148,9 +153,22 @@ class FileDocuments(FiniteDocuments):
 
 
 def kind_of(path: str) -> str:
-    """How a file's documents lie in it, by its name: json lines, parquet or text."""
+    """How a file's documents lie in it: json lines or parquet by its name, else text, whatever its bytes.
+
+    Raises:
+        ValueError: a name of another format.
+    """
     lower = path.lower()
-    return "json lines" if lower.endswith(".jsonl") else "parquet" if lower.endswith(".parquet") else "text"
+    if lower.endswith((".jsonl", ".ndjson")):
+        return "json lines"
+    if lower.endswith(".parquet"):
+        return "parquet"
+    if lower.endswith(_NOT_TEXT):
+        raise ValueError(
+            f"{path}: files are read as JSON lines (.jsonl, .ndjson), parquet or text, and {Path(path).suffix} is none "
+            "of them; unpack or convert it, or give it the name of a text file to train on it as it is"
+        )
+    return "text"
 
 
 def stdlib_files() -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,10 @@ class ParquetRows:
         except Exception as error:  # pyarrow's own classes
             raise ValueError(f"{name} is no parquet file ({str(error).splitlines()[0]})") from None
         schema = self._file.schema_arrow
+        self._name = name
         self.column = records.column(list(schema.names), name)
+        if "." in self.column:
+            raise ValueError(f"{name}: column {self.column!r} has a dot, which parquet reads as a path; rename it")
         self.is_text = self.column == records.text_key
         kind = str(schema.field(self.column).type)
         if self.is_text and kind not in _STRING_TYPES:
@@ -43,7 +47,7 @@ class ParquetRows:
         """(row group, row in it, {column: value}) of every row, in order."""
         for group in range(self._file.num_row_groups):
             row = 0
-            for batch in self._file.iter_batches(batch_size=_BATCH, row_groups=[group], columns=[self.column]):
+            for batch in self._batches(group):
                 for value in batch.column(0):
                     yield group, row, {self.column: self._plain(value)}
                     row += 1
@@ -51,11 +55,29 @@ class ParquetRows:
     def record(self, group: int, row: int) -> dict[str, Any]:
         """The row of a row group, as {column: value}."""
         if group not in self._kept:
-            self._kept[group] = self._file.read_row_group(group, columns=[self.column]).column(0)
+            with self._reading():
+                self._kept[group] = self._file.read_row_group(group, columns=[self.column]).column(0)
             if len(self._kept) > _GROUPS:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(group)
         return {self.column: self._plain(self._kept[group][row])}
+
+    def _batches(self, group: int) -> Iterator[Any]:
+        batches = self._file.iter_batches(batch_size=_BATCH, row_groups=[group], columns=[self.column])
+        while True:
+            with self._reading():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """A page that cannot be decoded is an error of one sentence that names the file."""
+        try:
+            yield
+        except Exception as error:  # pyarrow's own classes
+            raise ValueError(f"{self._name} is damaged ({str(error).splitlines()[0]})") from None
 
     def _plain(self, value: Any) -> Any:
         """Text as str; a list of integers as an array, without an object for each."""

@@ -69,7 +69,7 @@ def _in_turn(units: Iterator[Unit], connections: list[Connection]) -> Iterator[t
 def _receive(connection: Connection) -> Coded:
     try:
         answer: Any = connection.recv()
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         raise ValueError("a worker died, perhaps for lack of memory; run again with fewer --workers") from None
     if isinstance(answer, Exception):
         raise answer

@@ -10,6 +10,7 @@ byte, whatever the number of workers. Documents keep their names, so that the sa
 """
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from data.config import SourceConfig
-from data.manifest import MANIFEST_FILE, PROGRESS_FILE, VERSION, Manifest, ShardFile, read_manifest
+from data.manifest import INPUT_FILE, MANIFEST_FILE, PROGRESS_FILE, VERSION, Manifest, ShardFile, read_manifest
 from data.pool import TokenizerCall, coded_units
 from data.records import Records
 from data.shard_writer import ShardWriter, held_folder, write_whole
@@ -74,7 +75,7 @@ def _request(
 ) -> dict[str, Any]:
     """What is prepared and how: the part of it that decides the manifest."""
     keys = {"stdlib": (), "files": ("paths", "text_key"), "hub": ("path", "name", "split", "text_key")}[config.source]
-    listing = {} if config.source == "hub" else {"files_sha256": listing_hash(stamps)}
+    listing = {} if config.source == "hub" else {"listing_sha256": listing_hash(stamps)}
     return {
         "version": VERSION,
         "source": {"source": config.source, **{key: getattr(config, key) for key in keys}, **listing},
@@ -89,7 +90,7 @@ def _prepare_held(
     folder, stamps = options.out, stamp(config)
     request = _request(options, config, tokenizer, stamps)
     if (folder / MANIFEST_FILE).exists():
-        return _finished(folder, request, console)
+        return _finished(folder, request, stamps, console)
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     writer = ShardWriter(folder, {**request, "input": stamps}, dtype, options.shard_tokens, config.source)
     began = time.monotonic()
@@ -110,6 +111,7 @@ def _prepare_held(
         folder, tokenizer.identity, copy, settings, tokenizer.vocab_size, dtype,
         writer.from_text, request["source"], options.shard_tokens, tuple(writer.shards),
     )  # fmt: skip
+    write_whole(folder / INPUT_FILE, json.dumps(stamps).encode())
     writer.seal(manifest.to_json())
     seconds = time.monotonic() - began
     console.print(
@@ -120,8 +122,8 @@ def _prepare_held(
     return manifest
 
 
-def _finished(folder: Path, request: dict[str, Any], console: Console) -> Manifest:
-    """A folder that is complete already, if it is this request's."""
+def _finished(folder: Path, request: dict[str, Any], stamps: list[list[Any]], console: Console) -> Manifest:
+    """A folder that is complete already, if it is this request's of the same input."""
     manifest = read_manifest(folder)
     known = {
         "version": VERSION, "source": manifest.source, "tokenizer": manifest.tokenizer,
@@ -134,6 +136,14 @@ def _finished(folder: Path, request: dict[str, Any], console: Console) -> Manife
             f"{folder} holds tokens prepared with another {key} ({known[key]}; now {request[key]}); give another --out"
         )
     (folder / PROGRESS_FILE).unlink(missing_ok=True)  # killed between the two
+    read = folder / INPUT_FILE
+    then = json.loads(read.read_bytes()) if read.exists() else stamps  # absent from a folder that was carried without it
+    changed = [name for (name, *_), before, now in zip(stamps, then, stamps) if before != now]
+    if changed:
+        raise ValueError(
+            f"{changed[0]} has changed since {folder} was prepared ({len(changed)} files have another time); give another "
+            f"--out or, if their text is the same, delete {read}"
+        )
     manifest.verify(hashes=False)
     console.print(f"{folder}: complete already, {manifest.tokens:,} tokens", highlight=False, markup=False)
     return manifest

@@ -43,7 +43,7 @@ class Records:
         """`ids` of one JSON line."""
         try:
             record = json.loads(raw)
-        except ValueError as error:  # bad JSON and bad UTF-8 alike
+        except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, nesting without end
             raise ValueError(f"{where}: not a JSON object ({error})") from None
         if not isinstance(record, dict):
             raise ValueError(f"{where}: expected a JSON object, found {type(record).__name__}")
@@ -59,6 +59,8 @@ class Records:
     def column(self, names: list[str], where: str) -> str:
         """Of a table's columns, the one that holds documents. ValueError lists those that are there."""
         for key in (self.text_key, TOKENS_KEY):
+            if names.count(key) > 1:
+                raise ValueError(f"{where} has {names.count(key)} columns {key!r}; rename all but one")
             if key in names:
                 return key
         shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")

@@ -106,6 +106,14 @@ class ShardWriter:
             )
         self.from_text = saved["from_text"]
         self.shards = [shard_from(values) for values in saved["shards"]]
+        for file in (file for shard in self.shards for file in (shard.tokens_file, shard.index_file)):
+            path = self.folder / file.name
+            size = path.stat().st_size if path.is_file() else 0
+            if size != file.bytes:
+                raise ValueError(
+                    f"{path} has {size:,} bytes, and had {file.bytes:,} when it was written; restore it, or give another "
+                    "--out"
+                )
 
     def _save(self) -> None:
         shards = [asdict(shard) for shard in self.shards]

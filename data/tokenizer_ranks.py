@@ -20,9 +20,11 @@ from data.tokenizer import as_unicode, check_ids, frame_ids
 
 @dataclass(frozen=True)
 class Pattern:
-    """How text is cut before it is merged; special tokens as ids after the last rank; parts of the names of files."""
+    """How text is cut before it is merged; ranks in the published file; special tokens as ids after the last rank; parts
+    of the names of files."""
 
     regex: str
+    ranks: int
     special: dict[str, int]
     files: tuple[str, ...]
 
@@ -37,27 +39,32 @@ _HEAD = r"[^\r\n\p{L}\p{N}]?"
 PATTERNS: dict[str, Pattern] = {
     "gpt2": Pattern(
         r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        50_256,
         {"<|endoftext|>": 0},
         ("gpt2", "r50k"),
     ),
     "cl100k": Pattern(
         _WORDS + r"\p{N}{1,3}" + _SIGNS + r"\s++$|" + _SPACE,
+        100_256,
         {"<|endoftext|>": 1, "<|fim_prefix|>": 2, "<|fim_middle|>": 3, "<|fim_suffix|>": 4, "<|endofprompt|>": 20},
         ("cl100k",),
     ),
     "o200k": Pattern(
         f"{_HEAD}{_UPPER}*{_LOWER}+{_TAIL}{_HEAD}{_UPPER}+{_LOWER}*{_TAIL}"
         + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        199_998,
         {"<|endoftext|>": 1, "<|endofprompt|>": 20},
         ("o200k",),
     ),
     "llama3": Pattern(
         _WORDS + r"\p{N}{1,3}" + _SIGNS + _SPACE,
+        128_000,
         {"<|begin_of_text|>": 0, "<|end_of_text|>": 1, "<|eot_id|>": 9, "<|reserved_special_token_247|>": 255},
         ("llama3", "llama-3", "llama_3"),
     ),
     "qwen": Pattern(
         _WORDS + r"\p{N}" + _SIGNS + _SPACE,
+        151_643,
         {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2},
         ("qwen",),
     ),
@@ -71,7 +78,8 @@ class RankTokenizer:
     largest special id, as the models' own embeddings count them.
 
     Raises:
-        ValueError: a file that is no rank file (names the line), or whose pattern is not known.
+        ValueError: a file that is no rank file (names the line), whose pattern is not known, or that goes by the name of
+            a published one and has not as many ranks.
     """
 
     def __init__(
@@ -84,6 +92,11 @@ class RankTokenizer:
         self._sha256 = hashlib.sha256(raw).hexdigest()
         ranks = read_ranks(raw, str(path))
         rules = PATTERNS[self._pattern]
+        if pattern is None and len(ranks) != rules.ranks:  # its special tokens would lie elsewhere
+            raise ValueError(
+                f"{path} has {len(ranks):,} ranks, and the published {self._pattern} has {rules.ranks:,}: it is cut short, "
+                f"or another; if it is whole, set data.tokenizer_pattern={self._pattern}"
+            )
         special = {token: len(ranks) + offset for token, offset in rules.special.items()}
         self.path = path
         self.bos, self.eos = frame_ids(special, str(path), bos_token, eos_token)
@@ -105,8 +118,17 @@ class RankTokenizer:
         }
 
     def encode(self, text: bytes | str) -> NDArray[np.int32]:
-        """int32 [tokens]: [bos, text..., eos]. ValueError for bytes that are not UTF-8."""
-        return np.array([self.bos, *self._encoding.encode_ordinary(as_unicode(text)), self.eos], np.int32)
+        """int32 [tokens]: [bos, text..., eos]. ValueError for bytes that are not UTF-8, and for a text that tiktoken gives
+        up on (a run of some hundred thousand spaces)."""
+        try:
+            ids = self._encoding.encode_ordinary(as_unicode(text))
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # tiktoken's, which is no Exception
+                raise
+            raise ValueError(
+                f"tiktoken cannot cut this text of {len(text):,} characters, perhaps for a long run of spaces; shorten it"
+            ) from None
+        return np.array([self.bos, *ids, self.eos], np.int32)
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> bytes:
         """The bytes that `ids` stand for; special tokens stand for none. ValueError for an unknown id."""

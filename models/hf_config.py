@@ -6,6 +6,7 @@ the weights compute and has no counterpart here is refused by name. Dropout, whi
 over: there is none here.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,6 +64,7 @@ NEUTRAL: dict[str, Any] = {
     "num_local_experts": 0,
     "add_cross_attention": False,
     "scale_attn_by_inverse_layer_idx": False,
+    "is_causal": True,
 }
 
 
@@ -74,7 +76,7 @@ def read_config(raw: Mapping[str, Any]) -> tuple[str, ModelConfig]:
         ValueError: sizes that make no model.
     """
     kind = raw.get("model_type")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise CheckpointError(
             f"config.json: model_type={kind!r} is an architecture that longfold cannot load; it loads "
             f"{', '.join(ARCHITECTURES)}."
@@ -235,6 +237,8 @@ def _read_windows(values: _Values, layers: int) -> list[int | None] | None:
     """Each layer's window. Theirs, like ours, counts the query's own position."""
     window = values.get("sliding_window") if values.get("use_sliding_window") else None
     kinds = values.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        raise CheckpointError(f"config.json: layer_types={_short(kinds)} must be a list, of a name for each layer.")
     if kinds is None:
         first = values.get("max_window_layers") if window is not None else layers
         kinds = ["sliding_attention" if index >= first else "full_attention" for index in range(layers)]
@@ -257,8 +261,8 @@ def _read_windows(values: _Values, layers: int) -> list[int | None] | None:
 
 
 def _number(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise CheckpointError(f"config.json: {key}={_short(value)} must be a number.")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise CheckpointError(f"config.json: {key}={_short(value)} must be a finite number.")
     return float(value)
 
 

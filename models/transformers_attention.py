@@ -23,7 +23,11 @@ from kernels.api import IntervalMask, attention
 from kernels.mask import UNBOUNDED
 
 BLOCK = 2**24  # pairs of an unknown mask that are looked at together
-UNSUPPORTED = ("block_table", "head_mask", "position_bias", "k_cache", "v_cache")
+# Tensors that models hand down and attention need not know; any other would change what it computes.
+IDLE = {
+    "cache_position", "num_items_in_batch", "logits_to_keep", "max_length_q", "max_length_k", "seq_idx", "labels",
+    "token_type_ids", "mm_token_type_ids",
+}  # fmt: skip
 Reach = tuple[int, int]
 
 
@@ -118,8 +122,8 @@ def attend(
     """transformers' attention call: query [B, H, Tq, D], key [B, Hkv, Tk, D], value [B, Hkv, Tk, Dv] -> [B, Tq, H, Dv].
 
     Raises:
-        ValueError: dropout, attention weights as a result, a ready-made 4D mask, what is in UNSUPPORTED, and documents
-            that do not fit the batch.
+        ValueError: dropout, attention weights as a result, a ready-made 4D mask, a tensor that is none of these
+            arguments nor in IDLE (a bias, indices of chosen keys), and documents that do not fit the batch.
     """
     if dropout:
         raise ValueError(
@@ -128,8 +132,8 @@ def attend(
         )
     if others.get("output_attentions"):
         raise ValueError("longfold never holds attention weights; leave output_attentions out, or use eager attention")
-    for name in UNSUPPORTED:
-        if others.get(name) is not None:
+    for name, other in others.items():
+        if isinstance(other, Tensor) and name not in IDLE:
             raise ValueError(f"longfold's attention takes no {name}; use eager attention for it")
     rows, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     if not isinstance(attention_mask, Visible):

@@ -5,8 +5,6 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-import wandb
-
 from training.config import ConfigError, WandbConfig, WandbMode
 from training.folder import read_json
 
@@ -27,6 +25,8 @@ class Tracker:
         self.mode = _mode(config)
         if self.mode == "disabled":
             return
+        import wandb  # half a second, of which ranks and runs that do not track are spared
+
         run_id = _run_id(folder)
         for old in (folder / "wandb").glob(f"offline-run-*-{run_id}"):
             old.rename(old.with_name(f"superseded-{old.name}"))
@@ -68,6 +68,8 @@ class Tracker:
 def _mode(config: WandbConfig) -> str:
     if config.mode is not WandbMode.auto:
         return config.mode.value
+    import wandb
+
     return "online" if wandb.login(prompt=False) else "offline"
 
 

@@ -103,6 +103,23 @@ def test_a_file_that_is_no_parquet_and_one_that_changes_are_named(tmp_path: Path
         source.tokens(2)
 
 
+def test_columns_that_cannot_be_told_apart_and_damaged_pages_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), path)
+    with pytest.raises(ValueError, match=r"x\.parquet has 2 columns 'text'; rename all but one"):
+        files(path)
+    pq.write_table(pa.table({"a.b": ["c"], "a": [{"b": "d"}]}), path)
+    with pytest.raises(ValueError, match=r"column 'a\.b' has a dot, which parquet reads as a path"):
+        files(path, text_key="a.b")
+    pq.write_table(pa.table({"text": [f"words {i} " * 50 for i in range(200)]}), path, compression="gzip")
+    raw = bytearray(path.read_bytes())
+    raw[200:1200] = bytes(1000)
+    path.write_bytes(raw)
+    with pytest.raises(ValueError, match=r"x\.parquet is damaged \(") as caught:
+        files(path)
+    assert "\n" not in str(caught.value)
+
+
 def test_another_column(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"content": ["abc"], "text": [3]}), path)

@@ -179,7 +179,8 @@ def test_bpe_tokens_carry_their_tokenizer(corpus: Path, tmp_path: Path, bpe: Cal
         copy = tmp_path / bpe(kind).name
         shutil.copy(bpe(kind), copy)
         out = tmp_path / f"out-{kind}"
-        run(out, *paths(corpus), tokenizer=str(copy), workers=2 if kind == "json" else 1)
+        pattern = () if kind == "json" else ("--tokenizer-pattern", "gpt2")
+        run(out, *paths(corpus), *pattern, tokenizer=str(copy), workers=2 if kind == "json" else 1)
         copy.unlink()
         config = DataConfig(source="tokens", path=str(out), tokenizer="manifest", seq_len=64, rows=3, eval_fraction=0.2)
         loader = PackedLoader(config, 400, 0)
@@ -236,6 +237,30 @@ def test_an_input_that_changes_between_kill_and_resumption_is_refused(tmp_path: 
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n')
     with pytest.raises(ValueError, match=r"was begun with another source"):
         run(tmp_path / "out", *source)
+
+
+def test_an_input_that_changes_afterwards_is_not_complete_already(tmp_path: Path) -> None:
+    text, out = tmp_path / "a.txt", tmp_path / "out"
+    source = ("--source", "files", "--paths", str(text))
+    text.write_text("aaaa")
+    wanted = run(out, *source)
+    assert run(out, *source) == wanted
+    text.write_text("cccc")
+    with pytest.raises(ValueError, match=r"a\.txt has changed since .*out was prepared \(1 files"):
+        run(out, *source)
+    (out / "input.json").unlink()  # carried from elsewhere
+    assert run(out, *source) == wanted
+
+
+def test_a_whole_shard_that_was_lost_is_named_before_more_are_written(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": "x" * 2000})] * 600 + ['{"text": 3}']  # the last in a unit of its own
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    source = ("--source", "files", "--paths", str(tmp_path / "a.jsonl"))
+    with pytest.raises(ValueError, match="holds int"):
+        run(tmp_path / "out", *source, shard_tokens=300_000)
+    (tmp_path / "out" / "shard-00000.tokens").unlink()
+    with pytest.raises(ValueError, match=r"shard-00000\.tokens has 0 bytes, and had [\d,]+ when it was written"):
+        run(tmp_path / "out", *source, shard_tokens=300_000)
 
 
 def test_the_split_reads_hashes_of_names(corpus: Path, tmp_path: Path) -> None:

@@ -106,11 +106,12 @@ def test_a_broken_line_is_named_when_the_source_opens(tmp_path: Path, line: str,
         files(path)
 
 
-def test_json_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+def test_json_that_is_not_utf8_or_nested_without_end_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
-    path.write_bytes(b'{"text": "\xff\xfe"}\n')
-    with pytest.raises(ValueError, match=r"bad\.jsonl:1: not a JSON object"):
-        files(path)
+    for raw in (b'{"text": "\xff\xfe"}\n', b'{"text": ' + b"[" * 100_000 + b"}\n"):
+        path.write_bytes(raw)
+        with pytest.raises(ValueError, match=r"bad\.jsonl:1: not a JSON object"):
+            files(path)
 
 
 def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
@@ -126,6 +127,15 @@ def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "blank.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match="the 1 files found hold no text"):
         files(tmp_path / "*.jsonl")
+
+
+def test_files_of_another_format_are_refused_and_not_trained_on_as_one_text(tmp_path: Path) -> None:
+    (tmp_path / "x.ndjson").write_text('{"text": "a"}\n{"text": "b"}\n')
+    assert files(tmp_path / "x.ndjson").size == 2
+    for name in ("x.jsonl.gz", "x.json", "x.csv", "x.npy"):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(ValueError, match=rf"{name}: files are read as JSON lines .* is none of them"):
+            files(tmp_path / name)
 
 
 def test_another_text_key(tmp_path: Path) -> None:

@@ -18,17 +18,21 @@ from hypothesis import strategies as st
 from data.bigram import bigram_bits_per_byte
 from data.config import DataConfig
 from data.loader import PackedLoader
-from data.tokenizer import load_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 from data.tokenizer_ranks import PATTERNS
 from tests.data.conftest import train, write_ranks
 
 Bpe = Callable[[str], Path]
 
 
+def load(bpe: Bpe, kind: str) -> Tokenizer:
+    return load_tokenizer(str(bpe(kind)), {"json": None, "ranks": "gpt2"}[kind])
+
+
 @pytest.mark.parametrize("kind", ["json", "ranks"])
 @given(text=st.text(max_size=40))
 def test_a_document_is_framed_and_its_bytes_are_counted(kind: str, bpe: Bpe, text: str) -> None:
-    tokenizer = load_tokenizer(str(bpe(kind)))
+    tokenizer = load(bpe, kind)
     ids = tokenizer.encode(text)
     raw = text.encode()
     assert ids.dtype == np.int32 and ids[0] == ids[-1] == 300
@@ -38,20 +42,20 @@ def test_a_document_is_framed_and_its_bytes_are_counted(kind: str, bpe: Bpe, tex
 
 @given(text=st.text(max_size=60))
 def test_both_files_code_alike(bpe: Bpe, text: str) -> None:
-    first, second = (load_tokenizer(str(bpe(kind))) for kind in ("json", "ranks"))
+    first, second = (load(bpe, kind) for kind in ("json", "ranks"))
     assert first.encode(text).tolist() == second.encode(text).tolist()
 
 
 @pytest.mark.parametrize("kind", ["json", "ranks"])
 def test_special_tokens_spelled_in_a_text_are_text(kind: str, bpe: Bpe) -> None:
-    tokenizer = load_tokenizer(str(bpe(kind)))
+    tokenizer = load(bpe, kind)
     ids = tokenizer.encode("a<|endoftext|>b")
     assert 300 not in ids[1:-1].tolist() and tokenizer.decode(ids) == b"a<|endoftext|>b"
 
 
 @pytest.mark.parametrize("kind", ["json", "ranks"])
 def test_lone_surrogates_become_the_replacement_and_bad_utf8_is_named(kind: str, bpe: Bpe) -> None:
-    tokenizer = load_tokenizer(str(bpe(kind)))
+    tokenizer = load(bpe, kind)
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb".encode()
     with pytest.raises(ValueError, match=r"byte 1 is not UTF-8.*use data\.tokenizer=byte"):
         tokenizer.encode(b"a\xffb")
@@ -59,7 +63,7 @@ def test_lone_surrogates_become_the_replacement_and_bad_utf8_is_named(kind: str,
 
 def test_identity_is_the_files_hash_and_what_frames_a_document(bpe: Bpe) -> None:
     path = bpe("ranks")
-    assert load_tokenizer(str(path)).identity == {
+    assert load(bpe, "ranks").identity == {
         "kind": "tiktoken",
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         "pattern": "gpt2",
@@ -90,6 +94,7 @@ def test_patterns_cut_as_the_publishers_do(name: str, published: str, text: str)
         theirs: dict[str, Any] = getattr(public, published)()
     assert regex.findall(PATTERNS[name].regex, text) == [m.group() for m in regex.finditer(theirs["pat_str"], text)]
     ranks = theirs["special_tokens"]["<|endoftext|>"] - PATTERNS[name].special["<|endoftext|>"]
+    assert ranks == PATTERNS[name].ranks
     for token, i in PATTERNS[name].special.items():
         assert theirs["special_tokens"][token] == ranks + i
 
@@ -119,6 +124,19 @@ def test_a_rank_file_that_is_none_is_refused(tmp_path: Path, lines: list[str], m
     with pytest.raises(ValueError, match=message) as caught:
         load_tokenizer(str(path))
     assert "\n" not in str(caught.value)
+
+
+def test_a_rank_file_cut_short_is_refused_unless_its_pattern_is_named(tmp_path: Path, bpe: Bpe) -> None:
+    path = tmp_path / "r50k_base.tiktoken"
+    path.write_bytes(bpe("ranks").read_bytes())
+    with pytest.raises(ValueError, match=r"has 300 ranks, and the published gpt2 has 50,256: it is cut short"):
+        load_tokenizer(str(path))
+    assert load_tokenizer(str(path), "gpt2").vocab_size == 301
+
+
+def test_a_text_that_tiktoken_gives_up_on_is_named(bpe: Bpe) -> None:
+    with pytest.raises(ValueError, match=r"tiktoken cannot cut this text of 1,000,001 characters"):
+        load(bpe, "ranks").encode(" " * 1_000_000 + "a")
 
 
 def test_names_and_settings_that_do_not_fit_are_refused(tmp_path: Path, bpe: Bpe) -> None:
@@ -172,7 +190,10 @@ def test_a_loader_with_bpe_packs_every_token_and_counts_the_texts_bytes(tmp_path
 
 def test_text_files_with_bpe_are_coded_whole_and_named_where_they_are_no_text(tmp_path: Path, bpe: Bpe) -> None:
     (tmp_path / "a.txt").write_text("it is the snow\n" * 30)
-    config = DataConfig(source="files", paths=[str(tmp_path / "*.txt")], tokenizer=str(bpe("ranks")), eval_fraction=0.0)
+    config = DataConfig(
+        source="files", paths=[str(tmp_path / "*.txt")], tokenizer=str(bpe("ranks")), tokenizer_pattern="gpt2",
+        eval_fraction=0.0,
+    )  # fmt: skip
     loader = PackedLoader(config, 400, 0)
     whole = loader.source.tokens(0)
     assert loader.tokenizer.decode(whole) == b"it is the snow\n" * 30 and loader.source.length(0) == whole.size
@@ -202,6 +223,6 @@ def test_write_ranks_is_read_back(bpe: Bpe, tmp_path: Path) -> None:
     tokenizer = train(tmp_path / "t.json", "qwen", ["<|endoftext|>"])
     write_ranks(tokenizer, tmp_path / "qwen.tiktoken")
     text = "abc 123456 snow's"
-    assert load_tokenizer(str(tmp_path / "qwen.tiktoken")).encode(text).tolist() == [
+    assert load_tokenizer(str(tmp_path / "qwen.tiktoken"), "qwen").encode(text).tolist() == [
         300, *tokenizer.encode(text).ids, 300
     ]  # fmt: skip

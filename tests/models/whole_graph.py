@@ -64,6 +64,7 @@ def test_another_count_or_length_costs_at_most_a_graph_each(tiny, packed):
     assert graphs.frame_count <= 3
 
 
+@pytest.mark.deep
 def test_refusals_of_the_loss_come_when_it_runs(tiny, packed):
     decoder = Decoder(tiny(layers=2))
     compiled = torch.compile(decoder.loss, fullgraph=True, backend="aot_eager")

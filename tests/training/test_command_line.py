@@ -172,7 +172,7 @@ def test_sigterm_to_the_process_saves_and_exits_cleanly(tmp_path):
     assert read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["step"] == step
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("kills", [1, pytest.param(8, marks=pytest.mark.deep)])
 def test_killed_while_training_and_saving_it_resumes_and_ends_as_if_never_killed(tmp_path, kills):
     """SIGKILL at arbitrary moments of a run that saves at every step; then straight through beside it."""
     steps = 5 * kills + 5
@@ -194,7 +194,8 @@ def test_killed_while_training_and_saving_it_resumes_and_ends_as_if_never_killed
         newest = complete_checkpoints(tmp_path / "out" / "checkpoints")
         assert newest, f"no complete checkpoint after kill {attempt + 1}"
     assert len(resumed_at) == kills - 1 and resumed_at == sorted(set(resumed_at))
-    assert run(*arguments, "run.dir=out", cwd=tmp_path).returncode == 0
+    rest = run(*arguments, "run.dir=out", cwd=tmp_path)
+    assert rest.returncode == 0 and "resuming after step" in rest.stdout
     assert run(*arguments, "run.dir=straight", cwd=tmp_path).returncode == 0
     a, b = (
         [row["train/loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("out", "straight")

@@ -29,19 +29,19 @@ def compare(a: Path, b: Path, steps: int, tolerance: float) -> None:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> Path:
-    """Where one process trained twenty steps, once it has."""
+    """Where one process trained eight steps, once it has."""
     return tmp_path_factory.mktemp("straight") / "run"
 
 
 @pytest.mark.parametrize("name", CONTEXT)
-def test_twenty_steps_equal_one_process(ranks, make_config, tmp_path, straight, name):
+def test_losses_equal_one_process(ranks, make_config, tmp_path, straight, name):
     data = {"source": "synthetic", "paths": [], "seq_len": 192, "rows": 2}  # four ranks cut each row in two
     changes: dict[str, dict] = {"optim": SLOW, "model": {"window": [None, 40]}, "data": data}
     if not straight.exists():
-        train(make_config(**changes, run={"steps": 20, "dir": str(straight)}))
-    config = make_config(**changes, run={"steps": 20, "dir": str(tmp_path / "four")}, strategy=strategy(name))
-    assert ranks.run(train, config, world=4) == [(20, None)] * 4
-    compare(tmp_path / "four", straight, 20, 1e-5)
+        train(make_config(**changes, run={"steps": 8, "dir": str(straight)}))
+    config = make_config(**changes, run={"steps": 8, "dir": str(tmp_path / "four")}, strategy=strategy(name))
+    assert ranks.run(train, config, world=4) == [(8, None)] * 4
+    compare(tmp_path / "four", straight, 8, 1e-5)
     found = rows(tmp_path / "four")
     sent = {key: value for row in found for key, value in row.items() if key.startswith("comm/bytes/")}
     assert any("intra" in key for key in sent) and all(value > 0 for value in sent.values())
@@ -117,11 +117,10 @@ def typed(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "usp" else pytest.mark.deep) for name in preset_names()]
-)
+@pytest.mark.deep
+@pytest.mark.parametrize("name", preset_names())
 def test_command_line_run_equals_one_process(typed, tmp_path, name):
-    """`python train.py nproc=4 strategy=S` as a user types it."""
+    """`python train.py nproc=4 strategy=S` as a user types it, twenty steps."""
     typed_run(tmp_path, "nproc=4", f"strategy={name}")
     compare(tmp_path / "out", typed / "out", 20, 1e-5)
 
