@@ -3,7 +3,7 @@
 python train.py                                    the default run: the standard library's sources, a tiny model
 python train.py model=gpt2 data.seq_len=1024       another preset; `ls conf/*` lists them
 python train.py run.steps=50 optim.lr=1e-3         any key of the configuration
-python train.py model=hf model.path=DIR            go on from a Hugging Face checkpoint
+python train.py model=hf model.path=DIR data.tokenizer=DIR      go on from a Hugging Face checkpoint
 python train.py data=files 'data.paths=[corpus/*.txt]'
 python train.py -m run.seed=1,2,3                  a sweep: one run after the other, each in its own folder
 python train.py nproc=4 strategy.weights=fully_sharded     four ranks on this machine

@@ -22,8 +22,8 @@ from data.tokenizer import ByteTokenizer, Tokenizer
 
 # Holding records or packed text, which as one text document would train without a word.
 _NOT_TEXT = (
-    ".json", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".arrow", ".feather", ".orc", ".avro",
-    ".npy", ".npz", ".bin", ".pkl", ".pt", ".safetensors",
+    ".json", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".arrow", ".feather", ".orc",
+    ".avro", ".npy", ".npz", ".bin", ".pkl", ".pt", ".safetensors",
 )  # fmt: skip
 # Tests of the library and its editor: present in some installs of Python and left out by others.
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__"}

@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
 
 VERSION = 1
 MANIFEST_FILE = "manifest.json"
 PROGRESS_FILE = "progress.json"  # beside the shards until the manifest is written
-INPUT_FILE = "input.json"  # names, sizes and times of what was read, which differ between machines: no part of the manifest
+INPUT_FILE = (
+    "input.json"  # names, sizes and times of what was read, which differ between machines: no part of the manifest
+)
 DTYPES = {"uint16": 2, "uint32": 4}  # bytes of an id
 INDEX_BYTES = 24  # of a document, before the names
 _CHUNK = 1 << 20
@@ -91,7 +93,11 @@ class Manifest:
     def open_tokenizer(self) -> Tokenizer:
         """The tokenizer that the tokens were made with. ValueError where its copy here is another."""
         if self.tokenizer_file is None:
-            return load_tokenizer(str(self.tokenizer.get("kind")))
+            if (kind := self.tokenizer.get("kind")) not in TOKENIZERS:
+                raise ValueError(
+                    f"{self.folder}: the manifest names tokenizer {kind!r} and no file of it; prepare again"
+                )
+            return TOKENIZERS[kind]()
         tokenizer = load_tokenizer(str(self.path(self.tokenizer_file)), **self.tokenizer_settings)
         if tokenizer.identity != self.tokenizer:
             raise ValueError(
@@ -206,8 +212,11 @@ def _file(values: dict[str, Any]) -> ShardFile:
 def _check(manifest: Manifest, documents: int, tokens: int) -> None:
     if manifest.dtype not in DTYPES or type(manifest.vocab_size) is not int or not isinstance(manifest.tokenizer, dict):
         raise TypeError(f"dtype={manifest.dtype!r}, vocab_size={manifest.vocab_size!r}")
-    for file in manifest.files():
+    files = manifest.files()
+    for file in files:
         manifest.path(file)
+    if len({file.name for file in files}) < len(files):
+        raise TypeError("it names a file twice")
     for shard in manifest.shards:
         whole = shard.tokens_file.bytes == shard.tokens * DTYPES[manifest.dtype]
         if not whole or shard.documents < 1 or shard.index_file.bytes < INDEX_BYTES * shard.documents:

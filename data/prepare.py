@@ -75,7 +75,7 @@ def _request(
 ) -> dict[str, Any]:
     """What is prepared and how: the part of it that decides the manifest."""
     keys = {"stdlib": (), "files": ("paths", "text_key"), "hub": ("path", "name", "split", "text_key")}[config.source]
-    listing = {} if config.source == "hub" else {"listing_sha256": listing_hash(stamps)}
+    listing = {"listing_sha256": listing_hash(stamps)} if stamps else {}
     return {
         "version": VERSION,
         "source": {"source": config.source, **{key: getattr(config, key) for key in keys}, **listing},
@@ -97,7 +97,7 @@ def _prepare_held(
     copy = _copy_tokenizer(folder, tokenizer)
     records = Records(tokenizer, tokenizer.vocab_size, config.text_key)
     try:
-        total = sum(size for _, size, _ in stamps) or None
+        total = sum(size for _, size, _ in stamps) or None if config.source != "hub" else None
         size = _write_all(writer, config, records, options.workers, call, total, console)
         writer.close()
     except BaseException:
@@ -137,12 +137,14 @@ def _finished(folder: Path, request: dict[str, Any], stamps: list[list[Any]], co
         )
     (folder / PROGRESS_FILE).unlink(missing_ok=True)  # killed between the two
     read = folder / INPUT_FILE
-    then = json.loads(read.read_bytes()) if read.exists() else stamps  # absent from a folder that was carried without it
+    then = (
+        json.loads(read.read_bytes()) if read.exists() else stamps
+    )  # absent from a folder that was carried without it
     changed = [name for (name, *_), before, now in zip(stamps, then, stamps) if before != now]
     if changed:
         raise ValueError(
-            f"{changed[0]} has changed since {folder} was prepared ({len(changed)} files have another time); give another "
-            f"--out or, if their text is the same, delete {read}"
+            f"{changed[0]} has changed since {folder} was prepared ({len(changed)} files have another time); give "
+            f"another --out or, if their text is the same, delete {read}"
         )
     manifest.verify(hashes=False)
     console.print(f"{folder}: complete already, {manifest.tokens:,} tokens", highlight=False, markup=False)

@@ -111,8 +111,8 @@ class ShardWriter:
             size = path.stat().st_size if path.is_file() else 0
             if size != file.bytes:
                 raise ValueError(
-                    f"{path} has {size:,} bytes, and had {file.bytes:,} when it was written; restore it, or give another "
-                    "--out"
+                    f"{path} has {size:,} bytes, and had {file.bytes:,} when it was written; restore it, or give "
+                    "another --out"
                 )
 
     def _save(self) -> None:

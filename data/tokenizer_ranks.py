@@ -20,8 +20,8 @@ from data.tokenizer import as_unicode, check_ids, frame_ids
 
 @dataclass(frozen=True)
 class Pattern:
-    """How text is cut before it is merged; ranks in the published file; special tokens as ids after the last rank; parts
-    of the names of files."""
+    """How text is cut before it is merged; ranks in the published file; special tokens as ids after the last rank; and
+    parts of the names of files."""
 
     regex: str
     ranks: int
@@ -78,8 +78,8 @@ class RankTokenizer:
     largest special id, as the models' own embeddings count them.
 
     Raises:
-        ValueError: a file that is no rank file (names the line), whose pattern is not known, or that goes by the name of
-            a published one and has not as many ranks.
+        ValueError: a file that is no rank file (names the line), whose pattern is not known, or that goes by the name
+            of a published one and has not as many ranks.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class RankTokenizer:
         rules = PATTERNS[self._pattern]
         if pattern is None and len(ranks) != rules.ranks:  # its special tokens would lie elsewhere
             raise ValueError(
-                f"{path} has {len(ranks):,} ranks, and the published {self._pattern} has {rules.ranks:,}: it is cut short, "
-                f"or another; if it is whole, set data.tokenizer_pattern={self._pattern}"
+                f"{path} has {len(ranks):,} ranks, and the published {self._pattern} has {rules.ranks:,}: it is cut "
+                f"short, or another; if it is whole, set data.tokenizer_pattern={self._pattern}"
             )
         special = {token: len(ranks) + offset for token, offset in rules.special.items()}
         self.path = path
@@ -118,15 +118,16 @@ class RankTokenizer:
         }
 
     def encode(self, text: bytes | str) -> NDArray[np.int32]:
-        """int32 [tokens]: [bos, text..., eos]. ValueError for bytes that are not UTF-8, and for a text that tiktoken gives
-        up on (a run of some hundred thousand spaces)."""
+        """int32 [tokens]: [bos, text..., eos]. ValueError for bytes that are not UTF-8, and for a text that tiktoken
+        gives up on (a run of some hundred thousand spaces)."""
         try:
             ids = self._encoding.encode_ordinary(as_unicode(text))
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # tiktoken's, which is no Exception
                 raise
             raise ValueError(
-                f"tiktoken cannot cut this text of {len(text):,} characters, perhaps for a long run of spaces; shorten it"
+                f"tiktoken cannot cut this text of {len(text):,} characters, perhaps for a long run of spaces; "
+                "shorten it"
             ) from None
         return np.array([self.bos, *ids, self.eos], np.int32)
 

@@ -65,10 +65,18 @@ def input_files(config: SourceConfig) -> list[tuple[str, str]]:
 def stamp(config: SourceConfig) -> list[list[Any]]:
     """Name, size and time of change of each input file: what must not change between a kill and its resumption."""
     found = []
-    for path, name in input_files(config):
+    for path, name in _local_files(config.path) if config.source == "hub" else input_files(config):
         status = os.stat(path)
         found.append([name, status.st_size, status.st_mtime_ns])
     return found
+
+
+def _local_files(path: str | None) -> list[tuple[str, str]]:
+    """(path, name inside it) of all files of a folder; none of a data set that is named, whose text is not here."""
+    root = Path(path or "").expanduser()
+    if path is None or not root.is_dir():
+        return []
+    return [(str(file), file.relative_to(root).as_posix()) for file in sorted(root.rglob("*")) if file.is_file()]
 
 
 def listing_hash(stamps: list[list[Any]]) -> str:
@@ -86,13 +94,15 @@ def units(config: SourceConfig, records: Records) -> Iterator[Unit]:
         yield from _hub_units(config, records)
         return
     texts: list[tuple[str, str, int]] = []
+    held = 0  # bytes of `texts`
     for path, name in input_files(config):
         kind = kind_of(path)
         if kind == "text":
             texts.append((path, name, os.path.getsize(path)))
-        if texts and (kind != "text" or sum(size for *_, size in texts) >= _UNIT_BYTES):
+            held += texts[-1][2]
+        if texts and (kind != "text" or held >= _UNIT_BYTES):
             yield _text_unit(texts)
-            texts = []
+            texts, held = [], 0
         if kind == "json lines":
             yield from _line_units(path, name)
         elif kind == "parquet":

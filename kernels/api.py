@@ -122,11 +122,12 @@ def flash_attn_varlen_func(
             lengths = [int(b) - int(a) for a, b in pairwise(cu)]
             if lengths and max(lengths) > longest:
                 raise ValueError(f"max_seqlen_{name} is {longest}, but a document has {max(lengths)} tokens; pass that")
+    left, right = window_size
     mask = IntervalMask.from_cu_seqlens(
         cu_seqlens_q,
         cu_seqlens_k,
         causal=causal,
-        window=(window_size[0], window_size[1]),
+        window=(left, right),
         device=q.device,
         total_q=q.shape[0],
         total_k=k.shape[0],

@@ -279,6 +279,7 @@ def require_disjoint(masks: Sequence[IntervalMask]) -> None:
 def _reach(causal: bool, window: int | tuple[int, int] | None) -> tuple[int, int]:
     """How many positions before and after its own a query sees."""
     if isinstance(window, tuple):
+        window = (operator.index(window[0]), operator.index(window[1]))
         if min(window) < -1:
             raise ValueError(f"window {window} has a side below -1; use -1 for an unbounded side")
         left, right = (UNBOUNDED if side == -1 else side for side in window)

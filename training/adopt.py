@@ -27,6 +27,7 @@ FREE = {
     "max_positions", "rope_theta", "rope_factor", "rope_original_positions", "norm_eps", "window", "softmax_scale",
     "init_std",
 }  # fmt: skip
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def adopt_checkpoint(composed: DictConfig) -> None:
@@ -53,6 +54,7 @@ def adopt_checkpoint(composed: DictConfig) -> None:
     folder = open_folder(Path(path).expanduser().absolute())
     architecture, found = read_config(folder.config)
     _refuse_contradictions(given, found, folder)
+    _refuse_bytes(composed.data, folder.path)
     stored_pieces(folder, architecture, found)
     for key in GIVEN - given.keys():
         model[key] = getattr(found, key)
@@ -72,6 +74,16 @@ def _refuse_contradictions(given: dict[str, Any], found: ModelConfig, folder: Ch
         raise ConfigError(
             f"{'; '.join(wrong)}: the weights in {folder.path} are of another shape; leave such keys out. Free to "
             f"choose are {', '.join(f'model.{key}' for key in sorted(FREE - fixed))} and what no checkpoint knows."
+        )
+
+
+def _refuse_bytes(data: DictConfig, folder: Path) -> None:
+    """A checkpoint with a tokenizer was not trained on bytes, and byte ids are words of its vocabulary."""
+    files = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if files and data.tokenizer == "byte" and data.source != "synthetic":
+        raise ConfigError(
+            f"data.tokenizer=byte feeds ids of bytes to weights that know those of {folder / files[0]}; set "
+            f"data.tokenizer to a folder with tokenizer.json ({folder}) or to a tiktoken rank file."
         )
 
 

@@ -3,10 +3,12 @@
 python -m training.export RUN                            the newest complete checkpoint of a run's folder, fp32
 python -m training.export RUN --step 100 --dtype bf16 --out my-model --shard-gb 2
 
-Of a run that started from a checkpoint, the tokenizer's files and special tokens are taken from there as they are.
+Of a run that started from a checkpoint and read its tokenizer, the tokenizer's files and special tokens are taken from
+there as they are.
 """
 
 import argparse
+import hashlib
 import os
 import shutil
 import sys
@@ -24,7 +26,7 @@ from safetensors import safe_open
 from data.tokenizer import ByteTokenizer
 from models.config import ModelConfig
 from models.flops import parameter_count
-from models.hf_files import CONFIG, CheckpointError, read_json_object
+from models.hf_files import CONFIG, read_json_object
 from models.hf_fit import fitting_architecture, write_config
 from models.hf_weights import check_written, split_shards, write_json, write_weights
 from models.parameters import parameter_shapes
@@ -67,8 +69,8 @@ def export_run(
         CheckpointError: no architecture of transformers computes this model; says what is unfit.
     """
     console = console or Console(soft_wrap=True)
-    if not shard_gb > 0:
-        raise ConfigError(f"--shard-gb {shard_gb} must be above 0.")
+    if not 0 < shard_gb < float("inf"):
+        raise ConfigError(f"--shard-gb {shard_gb} must be above 0, and finite.")
     source = find_source(run, step, console)
     architecture = fitting_architecture(source.model)
     target = (out or run / "export" / f"step_{source.step:08d}-{dtype}").absolute()
@@ -152,14 +154,21 @@ def _write(
 
 def _tokenizer(source: Source) -> tuple[dict[str, Any], list[Path], str]:
     """Special tokens' ids, files to copy, and a sentence that says where the tokenizer is."""
-    name = source.config["data"]["tokenizer"]
-    if source.model.path:
+    data = source.config["data"]
+    name = data["tokenizer"]
+    if source.model.path and name != "byte":
         start = Path(source.model.path)
+        if not (start / CONFIG).is_file():
+            return {}, [], f"{start.name}, where training started, is gone: add its tokenizer's files to this folder."
+        own = start / "tokenizer.json"
+        if own.is_file() and hashlib.sha256(own.read_bytes()).hexdigest() != data.get("tokenizer_sha256"):
+            return (
+                {},
+                [],
+                f"No tokenizer files are written: the run read {name}, and {start.name} has another tokenizer.",
+            )
         carried = [start / file for file in CARRIED if (start / file).is_file()]
-        try:
-            raw = read_json_object(start / CONFIG)
-        except CheckpointError:
-            raw = {}
+        raw = read_json_object(start / CONFIG)
         names = ", ".join(path.name for path in carried) or "none, as there were none"
         note = f"Files of the tokenizer and of generation, from {start.name}, where training started: {names}."
         return {key: raw.get(key) for key in SPECIAL}, carried, note

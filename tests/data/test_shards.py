@@ -118,7 +118,8 @@ def test_tokens_beyond_the_vocabulary_are_refused(folder: Path) -> None:
         (lambda v: v["shards"][0].update(tokens=5), r"sizes of shard-00000\.tokens and its index do not fit"),
         (lambda v: v["shards"][0]["index_file"].update(bytes=3), r"sizes of shard-00000\.tokens and its index"),
         (lambda v: v["shards"][0]["tokens_file"].update(bytes="3"), r"does not hold together"),
-        (lambda v: v["tokenizer"].update(kind="other"), r"data\.tokenizer='other' is unknown"),
+        (lambda v: v["shards"][0].update(index_file=v["shards"][0]["tokens_file"]), r"it names a file twice"),
+        (lambda v: v["tokenizer"].update(kind="other"), r"names tokenizer 'other' and no file of it"),
     ],
 )
 def test_a_manifest_that_does_not_hold_together_is_one_sentence(

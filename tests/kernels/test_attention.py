@@ -309,6 +309,8 @@ def test_bad_sinks_and_fractional_boundaries_are_refused() -> None:
         IntervalMask.from_documents([0], [1.9], 4)
     with pytest.raises(TypeError):
         IntervalMask.from_cu_seqlens([0, 4], window=2.5)
+    with pytest.raises(TypeError):
+        IntervalMask.from_cu_seqlens([0, 4], window=(2.5, 0))
 
 
 @every_backend

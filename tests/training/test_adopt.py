@@ -95,6 +95,18 @@ def test_contradiction_is_refused_with_both_numbers(folders, family, override, n
     assert "\n" not in str(error.value)
 
 
+def test_bytes_are_not_fed_to_a_checkpoint_with_a_tokenizer(folders, tmp_path):
+    shutil.copytree(folders["gpt2"], tmp_path / "start")
+    (tmp_path / "start" / "vocab.json").write_text("{}")
+    chosen = ["model=hf", f"model.path={tmp_path / 'start'}"]
+    with pytest.raises(
+        ValueError, match=r"data\.tokenizer=byte feeds ids of bytes to weights .*vocab\.json; set"
+    ) as error:
+        configured(*chosen)
+    assert "\n" not in str(error.value)
+    assert configured(*chosen, "data=synthetic").data.tokenizer == "byte"
+
+
 def test_path_and_hash_belong_to_model_hf(folders):
     with pytest.raises(ValueError, match=r"model\.path=DIR"):
         configured("model=hf")

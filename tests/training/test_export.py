@@ -22,6 +22,7 @@ from models.hf_config import read_config
 from models.hf_files import CheckpointError, open_folder
 from models.hf_weights import load_decoder
 from tests.checkpoints import FAMILIES, load_back, save, theirs
+from tests.data.conftest import train as train_tokenizer
 from training.checkpoint import complete_checkpoints
 from training.config import Config, ConfigError, Resume
 from training.export import export_run, find_source, main
@@ -176,17 +177,33 @@ def test_run_from_random_weights_names_its_bytes_and_the_step_that_was_asked_for
 
 def test_tokenizer_files_and_special_tokens_come_from_the_checkpoint(make_config, tmp_path):
     save("qwen2", tmp_path / "start")
-    (tmp_path / "start" / "tokenizer.json").write_text('{"a": 1}')
+    train_tokenizer(tmp_path / "start" / "tokenizer.json", "qwen", ["<|endoftext|>"], ids=299)
+    words = (tmp_path / "start" / "tokenizer.json").read_text()
     raw = json.loads((tmp_path / "start" / "config.json").read_text())
     (tmp_path / "start" / "config.json").write_text(json.dumps({**raw, "eos_token_id": [7, 8]}))
-    loop.train(dataclasses.replace(make_config(run={"steps": 1}), model=adopted(tmp_path / "start")), QUIET)
+    data = {"tokenizer": str(tmp_path / "start")}
+    config = dataclasses.replace(make_config(run={"steps": 1}, data=data), model=adopted(tmp_path / "start"))
+    config.validate()
+    loop.train(config, QUIET)
     out = export_run(tmp_path / "run", console=QUIET)
-    assert (out / "tokenizer.json").read_text() == '{"a": 1}'
+    assert (out / "tokenizer.json").read_text() == words
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == [7, 8]
     assert "tokenizer.json" in (out / "README.md").read_text()
+    (tmp_path / "start" / "tokenizer.json").write_text(words + "\n")
+    out = export_run(tmp_path / "run", out=tmp_path / "other", console=QUIET)
+    assert not (out / "tokenizer.json").exists() and "start has another tokenizer" in (out / "README.md").read_text()
     shutil.rmtree(tmp_path / "start")
     out = export_run(tmp_path / "run", out=tmp_path / "alone", console=QUIET)
-    assert not (out / "tokenizer.json").exists() and "none" in (out / "README.md").read_text()
+    assert not (out / "tokenizer.json").exists() and "is gone" in (out / "README.md").read_text()
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] is None
+
+
+def test_run_on_bytes_does_not_carry_the_checkpoint_s_tokenizer(make_config, tmp_path):
+    save("qwen2", tmp_path / "start")
+    (tmp_path / "start" / "tokenizer.json").write_text("{}")
+    loop.train(dataclasses.replace(make_config(run={"steps": 1}), model=adopted(tmp_path / "start")), QUIET)
+    out = export_run(tmp_path / "run", console=QUIET)
+    assert not (out / "tokenizer.json").exists() and "longfold's byte" in (out / "README.md").read_text()
 
 
 def test_target_that_holds_something_is_refused_and_left_alone(make_run, tmp_path):
@@ -243,6 +260,7 @@ def test_command_line_ends_in_one_sentence(make_run, tmp_path, capsys):
     for arguments, named in (
         ([str(run), "--out", str(tmp_path / "out")], "holds something"),
         ([str(run), "--shard-gb", "0"], "must be above 0"),
+        ([str(run), "--shard-gb", "inf"], "must be above 0"),
         ([str(tmp_path / "x")], "no run folder"),
     ):
         with pytest.raises(SystemExit, match=f"error: .*{named}") as stopped:
