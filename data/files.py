@@ -197,6 +197,9 @@ def stdlib_files() -> list[tuple[str, str]]:
 def listed_files(patterns: list[str]) -> list[tuple[str, str]]:
     """(path, name) of the files that `patterns` name, in the order given, each glob's sorted and each file once.
 
+    A name is the path as seen from the working folder, or the whole path outside it, however the pattern was spelled:
+    which documents are held out depends on their names.
+
     Raises:
         ValueError: a pattern without a file.
     """
@@ -204,7 +207,12 @@ def listed_files(patterns: list[str]) -> list[tuple[str, str]]:
     for pattern in patterns:
         for path in _expand(pattern):
             found.setdefault(os.path.realpath(path), path)
-    return [(path, path) for path in found.values()]
+    return [(path, _name_of(path)) for path in found.values()]
+
+
+def _name_of(path: str) -> str:
+    whole, here = os.path.abspath(path), os.path.join(os.getcwd(), "")
+    return whole.removeprefix(here)
 
 
 def from_stdlib(config: SourceConfig, tokenizer: Tokenizer, vocab_size: int, seed: int, context: int) -> FileDocuments:

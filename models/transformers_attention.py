@@ -315,6 +315,8 @@ def _documents_of(cu_seqlens: Tensor, rows: int, queries: int, keys: int) -> tup
             f"{queries} queries and {keys} keys; documents must cover it, without a cache"
         )
     edges = cu_seqlens.long().contiguous()
+    if bool((edges[1:] < edges[:-1]).any()):
+        raise ValueError("cu_seq_lens_q decreases somewhere; give each document's first index, and the total")
     at = torch.arange(total, device=edges.device)
     document = torch.searchsorted(edges, at, right=True)
     before = torch.arange(rows, device=edges.device)[:, None] * queries

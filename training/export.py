@@ -8,11 +8,13 @@ there as they are.
 """
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from data.tokenizer import ByteTokenizer
 from models.config import ModelConfig
@@ -77,17 +79,11 @@ def export_run(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is there already and holds something; give another --out.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".writing-{target.name}")
-    if temporary.exists():
-        shutil.rmtree(temporary)  # of an export that was killed
-    temporary.mkdir()
-    try:
+    with _writing(target) as temporary:
         _write(temporary, source, architecture, DTYPES[dtype], int(shard_gb * 1e9), console)
         for path in (*temporary.iterdir(), temporary):
             sync_path(path)
         os.rename(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     count = parameter_count(source.model).total
     console.print(
         f"step {source.step} as {architecture}, {count:,} parameters in {dtype}: {target}",
@@ -95,6 +91,27 @@ def export_run(
         markup=False,
     )
     return target
+
+
+@contextlib.contextmanager
+def _writing(target: Path) -> Iterator[Path]:
+    """An empty folder beside `target`, held against another export; gone at the end unless it became `target`."""
+    temporary = target.with_name(f".writing-{target.name}")
+    temporary.mkdir(exist_ok=True)
+    held = os.open(temporary, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another export is writing {target}; wait for it, or give another --out.") from None
+        try:
+            for path in temporary.iterdir():  # of an export that was killed
+                path.unlink()
+            yield temporary
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    finally:
+        os.close(held)
 
 
 def find_source(run: Path, step: int | None, console: Console) -> Source:
@@ -199,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     try:
         export_run(given.run, given.step, given.out, given.dtype, given.shard_gb)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SafetensorError) as error:  # the last: a full disk
         sys.exit(f"error: {error}")
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from data.config import DataConfig
 from data.documents import Source
+from data.files import listed_files
 from data.mixes import MIXES, sample_length
 from data.sources import SOURCES, open_source
 from data.synthetic import SyntheticDocuments
@@ -67,6 +68,15 @@ def test_any_span_of_any_document_is_a_slice_of_the_whole(corpus: Path) -> None:
 
 def test_a_file_named_by_two_globs_is_read_once(corpus: Path) -> None:
     assert files(corpus / "a.txt", corpus / "*.txt").size == 2
+
+
+def test_names_do_not_depend_on_the_spelling_of_a_path(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(corpus.parent)
+    spellings = (corpus, f"./{corpus.name}", f"{corpus.name}/../{corpus.name}", corpus.name)
+    named = [[name for _, name in listed_files([f"{folder}/*.txt"])] for folder in spellings]
+    assert named[0][0].startswith(f"{corpus.name}/") and named.count(named[0]) == 4
+    monkeypatch.chdir("/")
+    assert listed_files([f"{corpus}/*.txt"])[0][1] == f"{corpus}/".lstrip("/") + Path(named[0][0]).name
 
 
 def test_relative_paths_still_work_after_a_change_of_folder(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

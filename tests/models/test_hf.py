@@ -156,6 +156,10 @@ QWEN = {**SHAPE, "model_type": "qwen2"}
         ({**TINY, "num_key_value_heads": 3}, "kv_heads=3"),
         ({**QWEN, "layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
         ({**QWEN, "layer_types": ["full_attention"]}, "1 layers of 2"),
+        ({**QWEN, "layer_types": 3}, "layer_types=3 must be a list"),
+        ({**TINY, "is_causal": False}, "is_causal=False"),
+        ({"model_type": ["llama"]}, r"model_type=\['llama'\]"),
+        ({**TINY, "rope_theta": float("inf")}, "rope_theta=inf must be a finite number"),
         ({**QWEN, "layer_types": ["sliding_attention"] * 2}, "use_sliding_window=False"),
     ],
 )

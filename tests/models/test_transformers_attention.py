@@ -170,6 +170,8 @@ def test_masks_of_no_interval_are_refused() -> None:
         ({"attention_dropout": 0.1}, {}, "no attention dropout, and this model asks for 0.1; set attention_dropout"),
         ({}, {"attention_mask": torch.zeros(1, 1, 17, 17)}, r"2D attention mask \[batch, keys\], not \(1, 1, 17, 17\)"),
         ({}, {"head_mask": torch.ones(4)}, "takes no head_mask"),
+        ({}, {"indices": torch.ones(4)}, "takes no indices"),
+        ({}, {"cu_seq_lens_q": torch.tensor([0, 8, 5, 17])}, "cu_seq_lens_q decreases somewhere"),
         ({}, {"cu_seq_lens_q": torch.tensor([0, 5])}, "from 0 to 5, but the batch has 1 rows of 17 queries"),
     ],
 )

@@ -231,6 +231,20 @@ def test_failure_half_way_leaves_no_folder(make_run, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".writing-*"))
 
 
+def test_two_exports_to_one_folder_do_not_touch_each_other(make_run, tmp_path):
+    run, inside = make_run(), []
+    with export._writing(tmp_path / "out") as temporary:
+        (temporary / "mine").touch()
+        with pytest.raises(ConfigError, match=r"another export is writing .*out; wait for it"):
+            export_run(run, out=tmp_path / "out", console=QUIET)
+        inside += [path.name for path in temporary.iterdir()]
+    assert inside == ["mine"] and not temporary.exists()
+    temporary.mkdir()
+    (temporary / "left by one that was killed").touch()
+    out = export_run(run, out=tmp_path / "out", console=QUIET)
+    assert not (out / "left by one that was killed").exists()
+
+
 def test_model_that_no_architecture_computes_writes_nothing(make_run, tmp_path):
     run = make_run(sink=True, window=[8, None])
     with pytest.raises(CheckpointError, match=r"no model\.sink=true, no model\.window"):
