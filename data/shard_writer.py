@@ -84,11 +84,10 @@ class ShardWriter:
         return sum(shard.documents for shard in self.shards)
 
     def _resume(self) -> None:
-        for path in self.folder.glob(f"*{_PART}"):
-            path.unlink()
         path = self.folder / PROGRESS_FILE
         if not path.exists():
-            others = sorted(p.name for p in self.folder.iterdir() if p.name != LOCK_FILE)
+            ours = (LOCK_FILE, PROGRESS_FILE + _PART)  # of one that was killed before it began
+            others = sorted(p.name for p in self.folder.iterdir() if p.name not in ours)
             if others:
                 raise ValueError(
                     f"{self.folder} holds {others[0]}, which data.prepare did not begin ({len(others)} files); give an "
@@ -104,6 +103,8 @@ class ShardWriter:
             raise ValueError(
                 f"{self.folder} was begun with another {key} ({was}; now {now}); restore it, or give another --out"
             )
+        for part in self.folder.glob(f"*{_PART}"):
+            part.unlink()
         self.from_text = saved["from_text"]
         self.shards = [shard_from(values) for values in saved["shards"]]
         for file in (file for shard in self.shards for file in (shard.tokens_file, shard.index_file)):

@@ -207,12 +207,13 @@ def test_what_cannot_be_prepared_is_refused_in_a_sentence(corpus: Path, tmp_path
     run(out, *paths(corpus))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
+    (tmp_path / "mine" / "thesis.pdf.part").write_text("x")
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": 3}\n')
     bad = ("--source", "files", "--paths", str(tmp_path / "bad.jsonl"))
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: run(out, *paths(corpus), shard_tokens=5), r"prepared with another shard_tokens \(3000; now 5\)"),
         (lambda: run(out, *paths(corpus)[:4]), r"holds tokens prepared with another source"),
-        (lambda: run(tmp_path / "mine", *paths(corpus)), r"holds thesis\.txt, which data\.prepare did not begin"),
+        (lambda: run(tmp_path / "mine", *paths(corpus)), r"holds thesis\.pdf\.part, which data\.prepare did not"),
         (lambda: run(tmp_path / "a", *bad), r"bad\.jsonl:2: 'text' holds int, expected text"),
         (lambda: run(tmp_path / "b", *bad, workers=2), r"bad\.jsonl:2: 'text' holds int, expected text"),
         (lambda: run(tmp_path / "c", *bad, workers=0), r"--workers 0; give at least 1"),
@@ -224,6 +225,10 @@ def test_what_cannot_be_prepared_is_refused_in_a_sentence(corpus: Path, tmp_path
         with pytest.raises(ValueError, match=message) as caught:
             call()
         assert "\n" not in str(caught.value)
+    assert sorted(p.name for p in (tmp_path / "mine").iterdir() if p.name != "writing.lock") == [
+        "thesis.pdf.part",
+        "thesis.txt",
+    ]
     assert run(out, *paths(corpus)).documents == 98  # complete already
     with held_folder(out), pytest.raises(ValueError, match=r"another data\.prepare is writing in"):
         run(out, *paths(corpus))
