@@ -28,6 +28,8 @@ _NOT_TEXT = (
 # Tests of the library and its editor: present in some installs of Python and left out by others.
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 
+_OPEN = 8  # parquet files held open, each with a few row groups decoded
+
 
 class FileDocuments(FiniteDocuments):
     """Documents that lie in files, indexed by file and place; read when asked for.
@@ -42,7 +44,8 @@ class FileDocuments(FiniteDocuments):
         self._paths: list[str] = []
         self._names: list[str] = []
         self._sizes: list[int] = []  # bytes of each file when it was indexed
-        self._tables: dict[int, ParquetRows] = {}  # of the files that are parquet
+        self._parquet: set[int] = set()  # the files that are
+        self._table = lru_cache(maxsize=_OPEN)(self._open_table)
         # Of each document: its file, first byte (row group), bytes on disk (row in the group), tokens, and line or row
         # of the file (0: the whole file is the document).
         self._file, self._offset, self._bytes = array("q"), array("q"), array("q")
@@ -80,9 +83,9 @@ class FileDocuments(FiniteDocuments):
 
     def _code(self, index: int) -> NDArray[np.int32]:
         """The whole document, read and coded again."""
-        if self._file[index] in self._tables:
+        if self._file[index] in self._parquet:
             self._read(index, 0, 0)  # has the file changed?
-            record = self._tables[self._file[index]].record(self._offset[index], self._bytes[index])
+            record = self._table(self._file[index]).record(self._offset[index], self._bytes[index])
             ids, _ = self._records.ids(record, self.name(index))
         elif self._line[index]:
             ids, _ = self._records.json_ids(self._read(index, 0, self._bytes[index]), self.name(index))
@@ -133,13 +136,16 @@ class FileDocuments(FiniteDocuments):
 
     def _add_parquet(self, path: str, name: str) -> None:
         """A parquet file, a document a row."""
-        table = ParquetRows(path, name, self._records)
         self._add_file(path, name, os.path.getsize(path))
-        self._tables[len(self._paths) - 1] = table
-        for number, (group, row, record) in enumerate(table.records(), start=1):
+        file = len(self._paths) - 1
+        self._parquet.add(file)
+        for number, (group, row, record) in enumerate(self._table(file).records(), start=1):
             ids, from_text = self._records.ids(record, f"{name}:{number}")
             self.counts_bytes &= from_text
             self._add(group, row, len(ids), number)
+
+    def _open_table(self, file: int) -> ParquetRows:
+        return ParquetRows(self._paths[file], self._names[file], self._records)
 
     def _add_file(self, path: str, name: str, size: int) -> None:
         self._paths.append(os.path.abspath(path))

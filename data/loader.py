@@ -74,16 +74,18 @@ class PackedLoader:
         table = self.tokenizer.token_bytes
         self._token_bytes = None if table is None else torch.from_numpy(table.astype(np.int64))
         parts = self.source.sources if isinstance(self.source, Mixture) else [self.source]
-        self._parts = list(zip(config.labels(), parts, (self._indices_of(part) for part in parts), strict=True))
+        labels = config.labels()
+        indices = [self._indices_of(part, label if len(parts) > 1 else None) for part, label in zip(parts, labels)]
+        self._parts = list(zip(labels, parts, indices, strict=True))
         # the split's documents; None for a mixture, and for documents without end
         self.indices = self._parts[0][2] if len(parts) == 1 else None
         self._restart()
 
-    def _indices_of(self, source: Source) -> NDArray[np.int64] | None:
+    def _indices_of(self, source: Source, label: str | None) -> NDArray[np.int64] | None:
         """The documents of the split; None for a source without an end."""
         if not isinstance(source, FiniteDocuments):
             return None
-        return split_documents(source, self.config.eval_fraction)[SPLITS.index(self.split)]
+        return split_documents(source, self.config.eval_fraction, label)[SPLITS.index(self.split)]
 
     def _order_of(self, part: int | None, once: bool) -> Order:
         """The split's documents, from the first."""

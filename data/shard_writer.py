@@ -95,18 +95,21 @@ class ShardWriter:
                 )
             self._save()
             return
-        saved = json.loads(path.read_bytes())
-        differing = [key for key in self._request if saved["request"].get(key) != self._request[key]]
+        try:
+            saved = json.loads(path.read_bytes())
+            before, self.from_text = saved["request"], saved["from_text"]
+            self.shards = [shard_from(values) for values in saved["shards"]]
+            differing = [key for key in self._request if before.get(key) != self._request[key]]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{path} is no record of a preparation; give another --out") from None
         if differing:
             key = differing[0]
-            was, now = (str(each.get(key))[:80] for each in (saved["request"], self._request))
+            was, now = (str(each.get(key))[:80] for each in (before, self._request))
             raise ValueError(
                 f"{self.folder} was begun with another {key} ({was}; now {now}); restore it, or give another --out"
             )
         for part in self.folder.glob(f"*{_PART}"):
             part.unlink()
-        self.from_text = saved["from_text"]
-        self.shards = [shard_from(values) for values in saved["shards"]]
         for file in (file for shard in self.shards for file in (shard.tokens_file, shard.index_file)):
             path = self.folder / file.name
             size = path.stat().st_size if path.is_file() else 0

@@ -2,7 +2,9 @@
 
 import hashlib
 import mmap
-from functools import cached_property
+from collections.abc import Iterator
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,12 @@ from data.documents import FiniteDocuments, stop_of
 from data.manifest import INDEX_BYTES, Manifest, Shard, read_manifest
 from data.tokenizer import Tokenizer, identity_text
 
+_OPEN = 64  # shards, of two file descriptors each: processes have 1,024 by default
+
 
 class ShardView:
     """One shard, mapped. The pages of a read are given back after it, so that memory stays flat: they stay in the
     kernel's cache, but a fault may map two megabytes for a document of a few kilobytes.
-
-    Raises:
-        ValueError: document boundaries that do not fit the shard.
     """
 
     def __init__(self, manifest: Manifest, shard: Shard) -> None:
@@ -33,12 +34,16 @@ class ShardView:
         self.hashes: NDArray[np.uint64] = index[8 * n : 16 * n].view("<u8")
         self._name_ends: NDArray[np.int64] = index[16 * n : INDEX_BYTES * n].view("<i8")
         self._names = index[INDEX_BYTES * n :]
+
+    def check(self, folder: Path) -> None:
+        """Raise ValueError for document boundaries that do not fit the shard."""
         ordered = self.ends[0] > 0 and bool((np.diff(self.ends) > 0).all())
         named = self._name_ends[0] >= 0 and bool((np.diff(self._name_ends) >= 0).all())
-        if not ordered or not named or self.ends[-1] != shard.tokens or self._name_ends[-1] != self._names.size:
+        whole = self.ends[-1] == self.shard.tokens and self._name_ends[-1] == self._names.size
+        if not (ordered and named and whole):
             raise ValueError(
-                f"{manifest.folder}: the document boundaries in {shard.index_file.name} do not fit its shard of "
-                f"{shard.tokens} tokens; prepare the tokens again"
+                f"{folder}: the document boundaries in {self.shard.index_file.name} do not fit its shard of "
+                f"{self.shard.tokens} tokens; prepare the tokens again"
             )
 
     def bounds(self, place: int) -> tuple[int, int]:
@@ -62,23 +67,32 @@ class ShardView:
 
 
 class TokenShards(FiniteDocuments):
-    """The documents of a folder of tokens."""
+    """The documents of a folder of tokens; of its shards, the last few read are open.
+
+    Raises:
+        ValueError: document boundaries that do not fit their shard.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.counts_bytes = manifest.counts_bytes
-        self._views = [ShardView(manifest, shard) for shard in manifest.shards]
+        self._view = lru_cache(maxsize=_OPEN)(lambda place: ShardView(manifest, manifest.shards[place]))
+        for view in self._views():
+            view.check(manifest.folder)
         self._bounds = np.cumsum([0, *(shard.documents for shard in manifest.shards)])
 
     @property
     def size(self) -> int:
         return int(self._bounds[-1])
 
+    def _views(self) -> Iterator[ShardView]:
+        return (self._view(place) for place in range(len(self.manifest.shards)))
+
     def _find(self, index: int) -> tuple[ShardView, int]:
         if not 0 <= index < self.size:
             raise IndexError(f"document {index} of {self.size}")
         place = int(np.searchsorted(self._bounds, index, "right")) - 1
-        return self._views[place], index - int(self._bounds[place])
+        return self._view(place), index - int(self._bounds[place])
 
     def length(self, index: int) -> int:
         view, place = self._find(index)
@@ -86,14 +100,14 @@ class TokenShards(FiniteDocuments):
         return stop - start
 
     def lengths(self) -> NDArray[np.int64]:
-        return np.concatenate([np.diff(view.ends, prepend=0) for view in self._views])
+        return np.concatenate([np.diff(view.ends, prepend=0) for view in self._views()])
 
     def name(self, index: int) -> str:
         view, place = self._find(index)
         return view.name(place)
 
     def name_hashes(self) -> NDArray[np.uint64]:
-        return np.concatenate([view.hashes for view in self._views])
+        return np.concatenate([view.hashes.copy() for view in self._views()])  # else all stay open
 
     def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
         view, place = self._find(index)

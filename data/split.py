@@ -7,11 +7,16 @@ from data.documents import FiniteDocuments, Source, bucket
 from data.packing import Piece
 
 
-def split_documents(source: FiniteDocuments, eval_fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def split_documents(
+    source: FiniteDocuments, eval_fraction: float, label: str | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Indices of the documents that train, in source order, and of those held out, in the order of their hash.
 
     A document is held out where the hash of its name falls below `eval_fraction`: it stays on its side when others
     are added or reordered.
+
+    Args:
+        label: the source's in a mixture, for messages.
 
     Raises:
         ValueError: a side without a document, where `eval_fraction` is above 0.
@@ -20,14 +25,15 @@ def split_documents(source: FiniteDocuments, eval_fraction: float) -> tuple[NDAr
     order = np.argsort(buckets, kind="stable")
     held_out = order[buckets[order] < eval_fraction]
     train = np.flatnonzero(buckets >= eval_fraction)
+    whose = f"{source.size} documents" + (f" of {label}" if label else "")
     if eval_fraction > 0 and not held_out.size:
         raise ValueError(
-            f"data.eval_fraction={eval_fraction} holds out none of {source.size} documents; the first is held out "
+            f"data.eval_fraction={eval_fraction} holds out none of {whose}; the first is held out "
             f"above {buckets.min():.4f}. Raise it, or set 0 to train without evaluation"
         )
     if not train.size:
         raise ValueError(
-            f"data.eval_fraction={eval_fraction} leaves none of {source.size} documents to train on; the last trains "
+            f"data.eval_fraction={eval_fraction} leaves none of {whose} to train on; the last trains "
             f"at {buckets.max():.4f} and below. Lower it, or add documents"
         )
     return train, held_out

@@ -6,8 +6,9 @@
 Padded batches (any 2D attention mask), sliding and chunked windows, soft caps, sinks, grouped heads and KV caches give
 what transformers' eager attention gives, with no mask of [T, T] in memory, except that a query without keys gets 0.
 Rows that pack documents are kept apart wherever `position_ids` restart or `cu_seq_lens_q` says so, also where
-transformers itself does not look: beside an attention mask, or with a cache. (Its Llama 4 does not tell attention the
-positions: there, packed rows need attention_mask=None and use_cache=False, as in transformers.)
+transformers itself does not look: beside an attention mask, or with a cache. (Some models do not tell attention the
+positions, Llama 4 and GPT-BigCode among them: there, packed rows need attention_mask=None and use_cache=False, as in
+transformers.)
 """
 
 import inspect
@@ -60,6 +61,12 @@ class Visible:
     shiftable: bool = True
     ndim: int = 4  # what transformers asks of a mask that generation made ahead
     _made: list[tuple[Tensor | None, IntervalMask]] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"this model asks longfold's mask for .{name}, as if it were a tensor, so it computes with masks itself; "
+            f"use eager attention for it"
+        )
 
     def interval_mask(self, positions: Tensor | None, cu_seqlens: Tensor | None) -> IntervalMask:
         """The mask over all rows' queries and live keys, laid end to end; made once for all the layers that ask.

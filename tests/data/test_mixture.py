@@ -109,6 +109,14 @@ def test_a_mixture_with_ids_made_beforehand_predicts_no_bytes(tmp_path: Path, so
     assert PackedLoader(config, 258, 0).batch(0).predicted_bytes == 0
 
 
+def test_a_part_that_holds_out_nothing_is_named(tmp_path: Path, source_keys: Keys) -> None:
+    (tmp_path / "one.txt").write_text("x")
+    one = MixPart(source="files", paths=[str(tmp_path / "one.txt")], label="alone")
+    config = DataConfig(source="mix", sources=[one, MixPart(source="files", **source_keys("files"))], eval_fraction=0.3)
+    with pytest.raises(ValueError, match=r"holds out none of 1 documents of alone|leaves none of 1 documents of alone"):
+        PackedLoader(config, 258, 0)
+
+
 def test_a_state_of_other_weights_is_refused(source_keys: Keys) -> None:
     state = PackedLoader(mixed(source_keys, ("files", 1.0), ("tokens", 1.0)), 258, 0).state_dict()
     with pytest.raises(ValueError, match="corpus was"):

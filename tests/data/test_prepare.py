@@ -257,6 +257,13 @@ def test_an_input_that_changes_afterwards_is_not_complete_already(tmp_path: Path
     assert run(out, *source) == wanted
 
 
+def test_a_record_of_progress_that_is_none_is_named(corpus: Path, tmp_path: Path) -> None:
+    for text in ("{}", "[]", "{"):
+        (tmp_path / "progress.json").write_text(text)
+        with pytest.raises(ValueError, match=r"progress\.json is no record of a preparation"):
+            run(tmp_path, *paths(corpus))
+
+
 def test_a_whole_shard_that_was_lost_is_named_before_more_are_written(tmp_path: Path) -> None:
     lines = [json.dumps({"text": "x" * 2000})] * 600 + ['{"text": 3}']  # the last in a unit of its own
     (tmp_path / "a.jsonl").write_text("\n".join(lines))

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from data.config import DataConfig
@@ -34,6 +36,34 @@ def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     values = json.loads(path.read_text())
     edit(values)
     path.write_text(json.dumps(values))
+
+
+def test_many_shards_and_files_need_few_descriptors(tmp_path: Path) -> None:
+    """More of either than files may be open: all documents are read, in an order that jumps between them."""
+    lines = [json.dumps({"text": f"document {i}"}) for i in range(90)]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    for i in range(90):
+        pq.write_table(pa.table({"text": [f"document {i}"]}), tmp_path / f"{i:02}.parquet")
+    code = (
+        "import resource, sys\n"
+        "from data.config import DataConfig; from data.loader import PackedLoader\n"
+        "from data.prepare import parse, prepare\n"
+        "from rich.console import Console\n"
+        "folder = sys.argv[1]\n"
+        "options = ['--source', 'files', '--paths', folder + '/x.jsonl', '--tokenizer', 'byte', '--workers', '1']\n"
+        "prepare(parse([*options, '--shard-tokens', '1', '--out', folder + '/out']), Console(quiet=True))\n"
+        "tokens = dict(source='tokens', path=folder + '/out', tokenizer='manifest')\n"
+        "files = dict(source='files', paths=[folder + '/*.parquet'])\n"
+        "PackedLoader(DataConfig(eval_fraction=0.0, **files), 258, 0)  # loads the libraries\n"
+        "for keys, limit in ((files, 80), (tokens, 160)):\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, 160))\n"
+        "    source = PackedLoader(DataConfig(eval_fraction=0.0, **keys), 258, 0).source\n"
+        "    for i in range(90):\n"
+        "        at = 37 * i % 90\n"
+        "        assert bytes(source.tokens(at)[1:-1].tolist()).decode() == f'document {at}'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", ["shard-00000.tokens", "shard-00000.index"])
