@@ -31,7 +31,7 @@ train: $(STAMP) ## train; overrides in ARGS="model=gpt2 run.steps=20"
 test: $(STAMP) lint ## linters, then every test but the long ones (under 10 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -m "not deep" $(ARGS)
 
-deep: $(STAMP) lint ## the whole suite, long ones too (under an hour)
+deep: $(STAMP) lint ## the whole suite, long ones too (an hour and a half on 2 cores)
 	$(BIN)/python -m pytest -q $(ARGS)
 
 lint: $(STAMP) ## ruff, pyright, and the floors (import-linter)

@@ -11,7 +11,7 @@ from tests.training.test_ranks import rows
 from training.config import ConfigError
 from training.launch import check_compiler
 
-EVERYTHING = ["model.window=[9,null]", "model.softcap=20", "model.sink=true", "model.recompute=true"]
+EVERYTHING = ["model.layers=2", "model.window=[9,null]", "model.softcap=20", "model.sink=true", "model.recompute=true"]
 
 
 def typed(folder: Path, name: str, *options: str) -> list[dict]:
