@@ -206,8 +206,7 @@ def test_group_is_not_the_number_of_key_heads(backend: str) -> None:
 
 
 @every_backend
-@pytest.mark.parametrize("scale", [0.1, 1.0, 0.0, -0.5])
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(("scale", "softcap"), [(0.1, None), (0.1, 5.0), (1.0, 5.0), (0.0, None), (-0.5, 5.0)])
 def test_softmax_scale_reaches_the_backward(backend: str, scale: float, softcap: float | None) -> None:
     """A scale that only the forward honours; and one that turns a mask's -inf into +inf or NaN on its way."""
     mask = IntervalMask.from_cu_seqlens([0, 9, 130])

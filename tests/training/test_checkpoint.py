@@ -1,12 +1,9 @@
 """A checkpoint is complete or ignored, whatever moment the process dies at."""
 
 import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -84,41 +81,45 @@ def test_other_model_is_named(tmp_path):
         ck.load_checkpoint(path, *trained(width=6))
 
 
-SAVE_FOREVER = """
-import sys
+# Forks: loading torch five times would take longer than all the rest.
+SAVE_AND_DIE = """
+import os, random, signal, sys, time
 from pathlib import Path
 import torch
 from torch import nn
 from training.checkpoint import save_checkpoint
-torch.manual_seed(0)
-model = nn.Linear(300, 300)
-optimizer = torch.optim.AdamW(model.parameters())
-for step in range(1, 10**6):
-    with torch.no_grad():
-        model.weight.fill_(step)
-    save_checkpoint(Path(sys.argv[1]), step, model, optimizer, {"step_again": step}, keep=2)
-    print(step, flush=True)
+rng = random.Random(0)
+for attempt in range(5):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        model = nn.Linear(300, 300)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(1, 10**6):
+            with torch.no_grad():
+                model.weight.fill_(step)
+            save_checkpoint(Path(sys.argv[1], str(attempt)), step, model, optimizer, {"step_again": step}, keep=2)
+            os.write(writing, f"{step} ".encode())
+    os.close(writing)
+    said = os.read(reading, 64)
+    time.sleep(rng.uniform(0.0, 0.3))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while more := os.read(reading, 4096):
+        said += more
+    print(said.decode().split()[-1])
 """
 
 
 def test_killed_while_saving_five_times_always_leaves_a_complete_one(tmp_path):
     """SIGKILL at random moments of a loop that does nothing but save."""
-    rng = random.Random(0)
-    for attempt in range(5):
-        folder = tmp_path / str(attempt)
-        child = subprocess.Popen(
-            [sys.executable, "-c", SAVE_FOREVER, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-        )
-        assert child.stdout is not None
-        child.stdout.readline()
-        time.sleep(rng.uniform(0.0, 0.3))
-        child.send_signal(signal.SIGKILL)
-        printed = child.stdout.read().split()
-        child.wait()
-        done = int(printed[-1]) if printed else 1
-        newest = ck.complete_checkpoints(folder)[-1]
+    command = [sys.executable, "-c", SAVE_AND_DIE, str(tmp_path)]
+    printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    assert len(printed) == 5
+    for attempt, done in enumerate(printed):
+        newest = ck.complete_checkpoints(tmp_path / str(attempt))[-1]
         state = ck.load_state(newest)
-        assert state["step"] == state["step_again"] >= done
+        assert state["step"] == state["step_again"] >= int(done)
         model = nn.Linear(300, 300)
         ck.load_checkpoint(newest, model, torch.optim.AdamW(model.parameters()))
         assert torch.equal(model.weight, torch.full((300, 300), float(state["step"])))

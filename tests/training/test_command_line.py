@@ -134,13 +134,6 @@ def test_bad_input_ends_before_training(tmp_path, overrides, named):
     assert not (tmp_path / "out").exists()
 
 
-def test_checkpoint_of_another_model(tmp_path):
-    assert run("run.steps=2", "run.dir=out", cwd=tmp_path).returncode == 0
-    done = run("run.steps=2", "run.dir=out", "model.ffn=64", cwd=tmp_path)
-    assert done.returncode != 0
-    assert re.search(r"another model \(model.ffn: 32 there, 64 here\)", done.stderr), done.stderr
-
-
 def test_default_folder_is_named_by_the_computation_and_reused(tmp_path):
     """Cadence, W&B and where to stop do not change the name: the same command with them goes on in the same folder."""
     first = run("run.steps=4", "run.stop_at=2", cwd=tmp_path)
@@ -153,6 +146,9 @@ def test_default_folder_is_named_by_the_computation_and_reused(tmp_path):
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4]
     assert "tokens/s" in second.stdout and str(folder) in second.stdout
     assert {p.name for p in tmp_path.iterdir()} == {"runs"}
+    other = run("run.steps=4", f"run.dir={folder}", "model.ffn=64", cwd=tmp_path)
+    assert other.returncode != 0
+    assert re.search(r"another model \(model.ffn: 32 there, 64 here\)", other.stderr), other.stderr
 
 
 def test_sigterm_to_the_process_saves_and_exits_cleanly(tmp_path):

@@ -4,12 +4,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from torch._dynamo.utils import counters
 
 from parallel.strategy import preset_names
 from tests.training.test_launch import command
 from tests.training.test_ranks import rows
 from training.config import ConfigError
 from training.launch import check_compiler
+from training.loop import train
 
 EVERYTHING = ["model.layers=2", "model.window=[9,null]", "model.softcap=20", "model.sink=true", "model.recompute=true"]
 
@@ -38,9 +41,8 @@ def compare(found: list[dict], wanted: list[dict], tolerance: float) -> None:
     assert found[-1]["eval/loss"] == pytest.approx(wanted[-1]["eval/loss"], rel=tolerance)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "usp" else pytest.mark.deep) for name in preset_names()]
-)
+@pytest.mark.deep
+@pytest.mark.parametrize("name", preset_names())
 def test_compiled_ranks_train_as_one_eager_process(folder, name):
     found = typed(folder, name, "nproc=2", f"strategy={name}", "model.compile=true")
     compare(found, typed(folder, "eager"), 1e-5)
@@ -62,6 +64,18 @@ def test_compiled_in_bf16(folder):
     options = [*EVERYTHING, "run.precision=bf16"]
     found = typed(folder, "bf16", *options, "nproc=2", "strategy=usp", "model.compile=true")
     compare(found, typed(folder, "eager_bf16", *options), 2e-2)
+
+
+@pytest.mark.usefixtures("traceable")
+def test_a_compiled_run_has_the_eager_losses(make_config, tmp_path):
+    losses = []
+    counters.clear()
+    for compiled in (True, False):
+        run = {"steps": 3, "dir": str(tmp_path / str(compiled))}
+        config = make_config(model={"compile": compiled, "layers": 1}, data={"eval_fraction": 0.0}, run=run)
+        train(config, Console(quiet=True))
+        losses.append([row["train/loss"] for row in rows(tmp_path / str(compiled))])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and counters["stats"]["unique_graphs"] == 2
 
 
 def test_no_compiler_is_refused_before_a_process_starts(make_config):
