@@ -22,9 +22,7 @@ from data.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
 VERSION = 1
 MANIFEST_FILE = "manifest.json"
 PROGRESS_FILE = "progress.json"  # beside the shards until the manifest is written
-INPUT_FILE = (
-    "input.json"  # names, sizes and times of what was read, which differ between machines: no part of the manifest
-)
+INPUT_FILE = "input.json"  # names, sizes and times of what was read: they differ between machines
 DTYPES = {"uint16": 2, "uint32": 4}  # bytes of an id
 INDEX_BYTES = 24  # of a document, before the names
 _CHUNK = 1 << 20

@@ -137,9 +137,7 @@ def _finished(folder: Path, request: dict[str, Any], stamps: list[list[Any]], co
         )
     (folder / PROGRESS_FILE).unlink(missing_ok=True)  # killed between the two
     read = folder / INPUT_FILE
-    then = (
-        json.loads(read.read_bytes()) if read.exists() else stamps
-    )  # absent from a folder that was carried without it
+    then = json.loads(read.read_bytes()) if read.exists() else stamps  # it may not have been carried along
     changed = [name for (name, *_), before, now in zip(stamps, then, stamps) if before != now]
     if changed:
         raise ValueError(
