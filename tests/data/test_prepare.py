@@ -257,6 +257,20 @@ def test_an_input_that_changes_afterwards_is_not_complete_already(tmp_path: Path
     assert run(out, *source) == wanted
 
 
+def test_a_hub_folder_that_changes_is_noticed(tmp_path: Path) -> None:
+    folder, source = tmp_path / "hub", ("--source", "hub", "--path", str(tmp_path / "hub"))
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"text": "aaaa"}\n')
+    assert run(tmp_path / "out", *source).documents == 1
+    assert run(tmp_path / "out", *source).documents == 1  # complete already
+    (folder / "a.jsonl").write_text('{"text": "cccc"}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl has changed since"):
+        run(tmp_path / "out", *source)
+    (folder / "b.jsonl").write_text('{"text": "b"}\n')
+    with pytest.raises(ValueError, match="prepared with another source"):
+        run(tmp_path / "out", *source)
+
+
 def test_a_record_of_progress_that_is_none_is_named(corpus: Path, tmp_path: Path) -> None:
     for text in ("{}", "[]", "{"):
         (tmp_path / "progress.json").write_text(text)
