@@ -29,7 +29,7 @@ class Tracker:
 
         run_id = _run_id(folder)
         for old in (folder / "wandb").glob(f"offline-run-*-{run_id}"):
-            old.rename(old.with_name(f"superseded-{old.name}"))
+            _supersede(old)
         try:
             self._run = wandb.init(
                 project=config.project,
@@ -63,6 +63,14 @@ class Tracker:
         """Flush; the run is marked failed when `exit_code` is not 0."""
         if self._run is not None:
             self._run.finish(exit_code=exit_code)
+
+
+def _supersede(old: Path) -> None:
+    """Rename; W&B names folders by the second, so two of one second may need two names."""
+    target, number = old.with_name(f"superseded-{old.name}"), 2
+    while target.exists():
+        target, number = old.with_name(f"superseded-{number}-{old.name}"), number + 1
+    old.rename(target)
 
 
 def _mode(config: WandbConfig) -> str:

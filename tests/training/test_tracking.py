@@ -63,6 +63,17 @@ def test_replay_stops_at_the_checkpoint(make_config, tmp_path):
     assert logged_steps(offline_runs(tmp_path)[-1]) == [1, 2, 3]
 
 
+def test_two_folders_of_one_second_are_both_kept(tmp_path):
+    (tmp_path / "wandb_id.json").write_text('{"id": "abc"}')
+    for name in ("offline-run-20260101_000000-abc", "superseded-offline-run-20260101_000000-abc"):
+        (tmp_path / "wandb" / name).mkdir(parents=True)
+        (tmp_path / "wandb" / name / "log").write_text(name)
+    Tracker(WandbConfig(mode=WandbMode.offline), tmp_path, "r", {}, []).finish()
+    kept = sorted(path.parent.name for path in (tmp_path / "wandb").glob("superseded*/log"))
+    assert kept == ["superseded-2-offline-run-20260101_000000-abc", "superseded-offline-run-20260101_000000-abc"]
+    assert len(offline_runs(tmp_path)) == 1
+
+
 def test_disabled_writes_nothing(tmp_path):
     tracker = Tracker(WandbConfig(mode=WandbMode.disabled), tmp_path, "r", {}, [])
     tracker.log({"step": 1})
