@@ -64,6 +64,8 @@ def prepare(options: argparse.Namespace, console: Console) -> Manifest:
         options.source, options.paths, options.path, options.name, options.split, text_key=options.text_key
     )
     config.check_source("--")
+    if options.source == "hub" and Path(options.path).expanduser().resolve() in options.out.resolve().parents:
+        raise ValueError(f"--out {options.out} lies in --path {options.path}, which would read it; give one outside")
     call = (options.tokenizer, options.tokenizer_pattern, options.bos_token, options.eos_token)
     tokenizer = load_tokenizer(*call)
     with held_folder(options.out):
@@ -97,7 +99,8 @@ def _prepare_held(
     copy = _copy_tokenizer(folder, tokenizer)
     records = Records(tokenizer, tokenizer.vocab_size, config.text_key)
     try:
-        total = sum(size for _, size, _ in stamps) or None if config.source != "hub" else None
+        # a hub's units do not know what they take of its files
+        total = sum(size for _, size, _ in stamps) if config.source != "hub" else None
         size = _write_all(writer, config, records, options.workers, call, total, console)
         writer.close()
     except BaseException:

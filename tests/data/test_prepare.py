@@ -218,6 +218,10 @@ def test_what_cannot_be_prepared_is_refused_in_a_sentence(corpus: Path, tmp_path
         (lambda: run(tmp_path / "b", *bad, workers=2), r"bad\.jsonl:2: 'text' holds int, expected text"),
         (lambda: run(tmp_path / "c", *bad, workers=0), r"--workers 0; give at least 1"),
         (lambda: run(tmp_path / "d", "--source", "files"), r"--source=files needs --paths"),
+        (
+            lambda: run(tmp_path / "in", "--source", "hub", "--path", str(tmp_path)),
+            r"lies in --path .*give one outside",
+        ),
         (lambda: run(tmp_path / "e", "--source", "stdlib", "--path", "x"), r"--path=x is set, but --source=stdlib"),
         (lambda: run(tmp_path / "f", *paths(corpus), tokenizer="gpt9"), r"data\.tokenizer='gpt9' is unknown"),
     ]
