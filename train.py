@@ -24,9 +24,9 @@ from omegaconf import DictConfig, OmegaConf
 # nothing here loads torch, so that a mistake in the configuration shows within a second
 from training.adopt import adopt_checkpoint
 from training.config import Config
-from training.launch import launch
 from training.outcome import PeerLost, RankFailed
 from training.screen import refuse_added_keys, screen_overrides
+from training.start.launch import launch
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

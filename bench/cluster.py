@@ -22,8 +22,8 @@ import torch
 from bench.ranks import Seconds, Team
 from bench.table import Report, Row
 from kernels.api import IntervalMask, attention
-from parallel.plan.cost import BACKWARD_PRODUCTS, FORWARD_PRODUCTS
 from parallel.plan.ir import AttentionShape
+from parallel.price.cluster import BACKWARD_PRODUCTS, FORWARD_PRODUCTS
 from tests.ranks.pool import RankPool
 
 SHAPE = AttentionShape(8, 2, 64, 64, "fp32")

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from parallel.plan.layout import PackedLayout
-from parallel.plan.needs import Needs
+from parallel.price.needs import Needs
 from parallel.sharding.planner import DEFAULT, Planner, Setting
 from parallel.sharding.whole_document import whole_document
 

@@ -3,8 +3,8 @@
     python -m bench.gate --target sm_90                a covering subset
     python -m bench.gate --target sm_90 --every        all of that target; --dtype and --options take a part of it
 
-Prints a JSON object for each case: `error` (null where it compiles) and what `bench/measure.py` reads. Exits 1 if a
-case has an error or fits no core.
+Prints a JSON object for each case: `error` (null where it compiles) and what `bench/kernels/measure.py` reads. Exits 1
+if a case has an error or fits no core.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench import cases
-from bench.compile import Case, report
-from bench.targets import TARGETS
+from bench.kernels import cases
+from bench.kernels.compile import Case, report
+from bench.kernels.targets import TARGETS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from bench.table import Report
-from parallel.bind import BoundPlan
 from parallel.plan.ir import Attend, AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.plan.plan import Plan
 from parallel.plan.visibility import MaskSpec
+from parallel.runtime.bind import BoundPlan
 from parallel.strategy import Strategy, load_strategy, preset_names
 
 SHAPE = AttentionShape(64, 8, 128, 128, "bf16")  # Llama 3 70B

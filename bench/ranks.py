@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from parallel.comm import Parcel, TorchTransport, gather_uneven
-from parallel.groups import Groups, default_place
 from parallel.plan.mesh import MeshSpec
+from parallel.runtime.comm import Parcel, TorchTransport, gather_uneven
+from parallel.runtime.groups import Groups, default_place
 
 
 class Seconds(NamedTuple):

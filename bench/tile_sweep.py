@@ -14,12 +14,12 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from bench.cases import DTYPES, PRODUCTS, attention_case, head_dim_argument
-from bench.compile import Case, report
-from bench.measure import KernelReport, LoopReport
-from bench.static_report import kernel_rows, table_line
-from bench.targets import TARGETS
-from kernels.tiling import Kernel, Tile
+from bench.kernels.cases import DTYPES, PRODUCTS, attention_case, head_dim_argument
+from bench.kernels.compile import Case, report
+from bench.kernels.measure import KernelReport, LoopReport
+from bench.kernels.static_report import kernel_rows, table_line
+from bench.kernels.targets import TARGETS
+from kernels.compile.tiling import Kernel, Tile
 
 ROWS, COLUMNS, WARPS, STAGES = (16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (2, 3)
 

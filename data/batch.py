@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from data.documents import Source
 from data.packing import Piece
+from data.sources.documents import Source
 from parallel.plan.layout import PackedLayout
 
 IGNORE = -100  # label of a token that predicts nothing; cross_entropy's default ignore_index

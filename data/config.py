@@ -23,8 +23,8 @@ class SourceConfig:
     def check_source(self, prefix: str = "data.") -> None:
         """Raise ValueError, in a sentence that names the key, for a value that cannot work or that nothing reads."""
         # Imported here: the tables import this module.
-        from data.mixes import MIXES
-        from data.sources import SOURCES
+        from data.sources.mixes import MIXES
+        from data.sources.table import SOURCES
 
         sources = (*SOURCES, "mix")
         for key, table in (("source", sources), ("mix", MIXES), ("verify", ("full", "sizes"))):

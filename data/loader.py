@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 
 from data.batch import PackedBatch, build_batch
 from data.config import DataConfig
-from data.documents import FiniteDocuments, Source
-from data.hub import HubStream
-from data.mixture import Mixture
 from data.order import MixtureOrder, Order, order_of
 from data.packing import PACKINGS, Piece
-from data.sources import open_source, open_tokenizer
+from data.sources.documents import FiniteDocuments, Source
+from data.sources.hub import HubStream
+from data.sources.mixture import Mixture
+from data.sources.table import open_source, open_tokenizer
 from data.split import split_documents
-from data.tokenizer import identity_text
+from data.tokenizers.tokenizer import identity_text
 
 SPLITS = ("train", "eval")
 _STATE = 2

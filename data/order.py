@@ -5,9 +5,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from data.documents import FiniteDocuments, Source, bucket, name_hash
-from data.hub import BLOCK, HubStream
 from data.packing import Piece
+from data.sources.documents import FiniteDocuments, Source, bucket, name_hash
+from data.sources.hub import BLOCK, HubStream
 from data.split import DocumentOrder
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from data.documents import FiniteDocuments, Source, bucket
 from data.packing import Piece
+from data.sources.documents import FiniteDocuments, Source, bucket
 
 
 def split_documents(

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from kernels.autograd import attention_op, scale_of
-from kernels.backends import BACKENDS, choose_backend
-from kernels.checks import check_inputs
-from kernels.combine import merge
+from kernels.attention.autograd import attention_op, scale_of
+from kernels.attention.backends import BACKENDS, choose_backend
+from kernels.attention.checks import check_inputs
 from kernels.mask import IntervalMask, require_disjoint
+from kernels.merge.merge import merge
 
 __all__ = ["BACKENDS", "IntervalMask", "attention", "flash_attn_varlen_func", "merge"]
 

@@ -17,22 +17,22 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels.autograd import scale_of
-from kernels.rounds import choose_rounds
-from parallel.ahead import Ahead
-from parallel.attention import Engine, planned_attention
+from kernels.attention.autograd import scale_of
+from kernels.attention.rounds import choose_rounds
 from parallel.auto import Resolved, resolve
-from parallel.bind import DTYPES, BoundPlan, token_index
-from parallel.comm import Recorder, TorchTransport, gather_uneven
-from parallel.executor import Options
-from parallel.groups import Groups
-from parallel.loopback import LoopbackResult, run_loopback
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import MeshSpec
 from parallel.plan.placement import Placement
 from parallel.plan.plan import Plan
-from parallel.pool import BufferPool
+from parallel.runtime.ahead import Ahead
+from parallel.runtime.attention import Engine, planned_attention
+from parallel.runtime.bind import DTYPES, BoundPlan, token_index
+from parallel.runtime.buffers import BufferPool
+from parallel.runtime.comm import Recorder, TorchTransport, gather_uneven
+from parallel.runtime.executor import Options
+from parallel.runtime.groups import Groups
+from parallel.runtime.loopback import LoopbackResult, run_loopback
 from parallel.strategy import Strategy, load_strategy
 
 __all__ = ["ContextParallel", "LoopbackResult", "load_strategy", "run_loopback"]

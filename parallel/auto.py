@@ -1,6 +1,6 @@
 """strategy=auto: for each batch, plan every preset that fits, price the plans on a named cluster, take the cheapest.
 
-Prices are those of `parallel.plan.predict`, of a layer's attention forward and backward, summed over the layers. The
+Prices are those of `parallel.price.predict`, of a layer's attention forward and backward, summed over the layers. The
 choice is a function of the batch and the constants alone, so every rank comes to the same one.
 """
 
@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from parallel.plan.cost import load_cluster
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import MeshSpec
 from parallel.plan.plan import Plan
-from parallel.plan.predict import predict_plan
 from parallel.plan.visibility import MaskSpec
+from parallel.price.cluster import load_cluster
+from parallel.price.predict import predict_plan
 from parallel.strategy import Strategy, load_strategy, preset_names
 
 

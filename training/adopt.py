@@ -10,9 +10,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from models.config import ModelConfig, Positions
-from models.hf_config import read_config
-from models.hf_files import CheckpointFolder, open_folder
-from models.hf_names import stored_pieces
+from models.hf.config import read_config
+from models.hf.files import CheckpointFolder, open_folder
+from models.hf.names import stored_pieces
 from training.config import ConfigError
 
 # What a checkpoint gives: the keys that conf/model/hf.yaml leaves open, as ${checkpoint:key}. What a user sets, be it
@@ -35,7 +35,7 @@ def adopt_checkpoint(composed: DictConfig) -> None:
 
     Raises:
         ConfigError: model=hf without a path, a path without model=hf, or an override that contradicts the checkpoint.
-        CheckpointError: what the checkpoint lacks, or what the decoder does; see `models.hf_files`.
+        CheckpointError: what the checkpoint lacks, or what the decoder does; see `models.hf.files`.
     """
     model, path = composed.model, composed.model.path
     given = {key: model[key] for key in GIVEN if not OmegaConf.is_interpolation(model, key)}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data.config import DataConfig
-from data.sources import open_tokenizer
+from data.sources.table import open_tokenizer
 from models.config import ModelConfig
 from parallel.plan.mesh import MeshSpec
 from parallel.strategy import Strategy

@@ -25,15 +25,15 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
 
-from data.tokenizer import ByteTokenizer
+from data.tokenizers.tokenizer import ByteTokenizer
 from models.config import ModelConfig
 from models.flops import parameter_count
-from models.hf_files import CONFIG, read_json_object
-from models.hf_fit import fitting_architecture, write_config
-from models.hf_weights import check_written, split_shards, write_json, write_weights
+from models.hf.files import CONFIG, read_json_object
+from models.hf.fit import fitting_architecture, write_config
+from models.hf.weights import check_written, split_shards, write_json, write_weights
 from models.parameters import parameter_shapes
-from training.checkpoint import complete_checkpoints, is_intact, load_state, sync_path
 from training.config import ConfigError
+from training.record.checkpoint import complete_checkpoints, is_intact, load_state, sync_path
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -6,18 +6,18 @@ A block lies between `<!-- NAME: ... -->` and `<!-- end -->`; figures lie in doc
 from collections.abc import Callable
 from pathlib import Path
 
-from parallel.plan.cost import load_cluster
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.plan.plan import DIRECTIONS, Plan
 from parallel.plan.visibility import MaskSpec
+from parallel.price.cluster import load_cluster
 from parallel.strategy import load_strategy
-from training.coverage_figure import draw_coverage
-from training.explain import preset_table, support_table
-from training.plan_listing import list_steps, ranges
-from training.plan_style import save_figure
-from training.plan_view import rank_lines
-from training.timeline_figure import draw_timeline
+from training.show.coverage_figure import draw_coverage
+from training.show.explain import preset_table, support_table
+from training.show.plan_listing import list_steps, ranges
+from training.show.plan_style import save_figure
+from training.show.plan_view import rank_lines
+from training.show.timeline_figure import draw_timeline
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -18,21 +18,21 @@ from data.bigram import bigram_bits_per_byte
 from data.loader import PackedLoader
 from models.decoder import Decoder
 from models.flops import flops_per_step, parameter_count
-from models.hf_weights import read_weights
+from models.hf.weights import read_weights
 from models.initialise import Place, initialise
-from training.checkpoint import load_checkpoint, load_state, snapshot, write_checkpoint
 from training.config import Config, ConfigError, NonFinite, to_plain
-from training.folder import RunFolder, read_json, shared_folder, write_json
-from training.hardware import peak_memory_bytes, peak_tflops
 from training.interrupt import StopRequest
-from training.metrics import MetricsFile
 from training.optim import build_optimizer, gradient_norm, learning_rate
 from training.outcome import Outcome, print_outcome
-from training.progress import ProgressReport
-from training.rendezvous import Team
+from training.record.checkpoint import load_checkpoint, load_state, snapshot, write_checkpoint
+from training.record.folder import RunFolder, read_json, shared_folder, write_json
+from training.record.hardware import peak_memory_bytes, peak_tflops
+from training.record.metrics import MetricsFile
+from training.record.progress import ProgressReport
+from training.record.tracking import Tracker
 from training.share import Share
 from training.step import NonFiniteLoss, evaluate, forward_backward
-from training.tracking import Tracker
+from training.team import Team
 
 
 @dataclass

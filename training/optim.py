@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from parallel.data_parallel import whole
+from parallel.weights.data_parallel import whole
 from training.config import OptimConfig, Schedule
 
 

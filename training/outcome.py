@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from training.config import Config
-from training.progress import describe_evaluation, print_summary
+from training.record.progress import describe_evaluation, print_summary
 
 
 @dataclass

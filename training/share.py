@@ -11,11 +11,11 @@ from models.attend import Attend, local_attend
 from models.decoder import Decoder
 from models.initialise import Place, in_full
 from parallel.api import ContextParallel
-from parallel.data_parallel import parallelise, placed_like, settle
 from parallel.plan.ir import AttentionShape
 from parallel.strategy import Strategy
+from parallel.weights.data_parallel import parallelise, placed_like, settle
 from training.config import Precision
-from training.rendezvous import Team
+from training.team import Team
 
 AHEAD = 24  # micro-batches planned ahead, so that a step's and the next one's plans are all kept
 Fill = Callable[[Decoder, Place], None]  # gives every parameter its value, or the part of it that lies there

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from data.batch import PackedBatch
 from models.decoder import Decoder
-from parallel.data_parallel import release, sync_gradients
+from parallel.weights.data_parallel import release, sync_gradients
 from training.config import Precision
 from training.share import Share
 

@@ -2,7 +2,7 @@
 
 A wire is one uint8 tensor: a header, the codes of each group of values, and two fp32 scales a group. A group is
 padded to its full length, since a Hadamard transform spreads even a single value over all of its codes.
-(TACO, arXiv 2604.24088: groups of 32 to 512 values; `kernels/fp8.py` writes and reads wires.)
+(TACO, arXiv 2604.24088: groups of 32 to 512 values; `kernels/codec/api.py` writes and reads wires.)
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from parallel.plan.cost import Cluster, load_cluster
 from parallel.plan.ir import AttentionShape
+from parallel.price.cluster import Cluster, load_cluster
 
 EFFORTS = ("fast", "deep")
 OBJECTIVES = ("time", "bytes")

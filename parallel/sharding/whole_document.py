@@ -9,11 +9,11 @@ late ones, lets early holders have the short documents, and moves the cuts.
 
 import numpy as np
 
-from parallel.plan.cost import key_bytes, predict_needs
 from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import MeshSpec
-from parallel.plan.needs import Needs
 from parallel.plan.tokens import TokenSet
+from parallel.price.cluster import key_bytes, predict_needs
+from parallel.price.needs import Needs
 from parallel.sharding.dealing import deal, in_order
 from parallel.sharding.gathered import GatheredShares
 from parallel.sharding.per_document import per_document

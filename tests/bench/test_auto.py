@@ -9,7 +9,7 @@ from bench import auto as bench_auto
 from bench.auto import auto_strategy, batches, judge, summary, time_presets
 from bench.ranks import Seconds
 from bench.table import Report, Row
-from data.mixes import MIXES
+from data.sources.mixes import MIXES
 from parallel.auto import candidates
 from parallel.plan.ir import AttentionShape
 from tests.ranks.pool import RankPool

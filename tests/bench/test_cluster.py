@@ -6,7 +6,7 @@ import pytest
 
 from bench.cluster import BLOCKS, SHAPE, WIRES, Times, fit, measure, report_constants
 from bench.table import Report
-from parallel.plan.cost import Cluster, load_cluster
+from parallel.price.cluster import Cluster, load_cluster
 from tests.ranks.pool import RankPool
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.codec import error_row, sum_rows, view_row
-from bench.codec_data import DRAWN, drawn, trained
+from bench.codec.__main__ import error_row, sum_rows, view_row
+from bench.codec.data import DRAWN, drawn, trained
 from parallel.plan.codec import CodecSpec
 
 ROOT = Path(__file__).resolve().parents[2]

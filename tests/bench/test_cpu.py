@@ -8,10 +8,10 @@ import json
 import pytest
 import torch
 
-from bench.attention_cpu import attention_section, causal, dense_bias, document_lengths, per_document, per_slice
-from bench.cpu import main
+from bench.cpu.__main__ import main
+from bench.cpu.attention import attention_section, causal, dense_bias, document_lengths, per_document, per_slice
 from bench.table import Report
-from data.mixes import MIXES
+from data.sources.mixes import MIXES
 
 
 @pytest.mark.parametrize("mix", [*MIXES, "stdlib"])

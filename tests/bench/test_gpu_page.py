@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu_contenders
-from bench.gpu_page import correctness_rows, forward_flops, speed_rows
-from kernels.attention_torch import attention_torch
-from kernels.backends import BACKENDS
+from bench.kernels import gpu_contenders
+from bench.kernels.gpu_page import correctness_rows, forward_flops, speed_rows
+from kernels.attention.backends import BACKENDS
+from kernels.attention.torch_backend import attention_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

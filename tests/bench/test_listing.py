@@ -1,6 +1,6 @@
 """Loops of hand-written control flow."""
 
-from bench.listing import Function, Instruction, innermost_loops
+from bench.kernels.listing import Function, Instruction, innermost_loops
 
 
 def code(*lines: str) -> Function:

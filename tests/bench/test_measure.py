@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import sass
-from bench.listing import innermost_loops
-from bench.measure import _kinds
+from bench.kernels import sass
+from bench.kernels.listing import innermost_loops
+from bench.kernels.measure import _kinds
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOPS = 2 * 64 * 64 * 32

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from bench.exact import brute_force, planned, received, solve, value
-from bench.packs import bounds, packs
-from bench.peers import PEERS
-from bench.plans import entries, main, measure
-from data.mixes import MIXES
-from parallel.plan.cost import load_cluster
+from bench.plans.__main__ import entries, main, measure
+from bench.plans.packs import bounds, packs
+from bench.plans.peers import PEERS
+from data.sources.mixes import MIXES
 from parallel.plan.layout import PackedLayout
-from parallel.plan.needs import Needs
+from parallel.price.cluster import load_cluster
+from parallel.price.needs import Needs
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURE = Path(__file__).parent / "exact_plans.json"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from bench import sass
-from bench.listing import Function, Loop, innermost_loops
+from bench.kernels import sass
+from bench.kernels.listing import Function, Loop, innermost_loops
 
 
 def read(*lines: str) -> Function:

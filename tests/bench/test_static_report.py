@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.kernels import main
-from bench.measure import KernelReport, LoopReport, Tile
-from bench.targets import TARGETS, occupancy
+from bench.kernels.__main__ import main
+from bench.kernels.measure import KernelReport, LoopReport, Tile
+from bench.kernels.targets import TARGETS, occupancy
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {
@@ -63,8 +63,8 @@ def test_json_rows_have_every_key_and_nothing_else_is_on_stdout():
 
 
 def test_backward_is_its_kernels_over_five_products():
-    from bench.cases import attention_case, row_cases
-    from bench.static_report import MEAN_KEYS, backward_row, delta_cycles
+    from bench.kernels.cases import attention_case, row_cases
+    from bench.kernels.static_report import MEAN_KEYS, backward_row, delta_cycles
 
     def report(*loops: LoopReport, instructions: int = 0) -> KernelReport:
         return KernelReport(64, 8, 0, 0, 1, 0.5, instructions, 0, loops)
@@ -132,7 +132,7 @@ def test_what_would_be_ignored_is_refused(arguments: list[str], message: str, ca
 
 
 def test_unknown_options_of_a_launch_are_refused():
-    from bench.cases import attention_case
+    from bench.kernels.cases import attention_case
 
     with pytest.raises(ValueError, match="'causal' is no option of a launch; use one of add, capped, gaps, sink"):
         attention_case("fwd", 64, "bf16", "sm_90", ("causal",))

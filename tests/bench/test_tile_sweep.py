@@ -2,10 +2,10 @@
 
 import pytest
 
-from bench.cases import attention_case
-from bench.measure import KernelReport, LoopReport
+from bench.kernels.cases import attention_case
+from bench.kernels.measure import KernelReport, LoopReport
 from bench.tile_sweep import candidates, cost, fault
-from kernels.tiling import Kernel, Tile
+from kernels.compile.tiling import Kernel, Tile
 
 
 def loop(kind: str, issue: float, exp: float = 0.0, spills: int = 0) -> LoopReport:

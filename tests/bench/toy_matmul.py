@@ -10,9 +10,9 @@ import sys
 import triton
 import triton.language as tl
 
-from bench.compile import Case, compile_case, describe
-from bench.measure import Tile, measure
-from bench.targets import TARGETS
+from bench.kernels.compile import Case, compile_case, describe
+from bench.kernels.measure import Tile, measure
+from bench.kernels.targets import TARGETS
 
 
 @triton.jit

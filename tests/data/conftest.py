@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from data.prepare import parse, prepare
-from data.tokenizer_json import byte_alphabet
-from data.tokenizer_ranks import PATTERNS
+from data.prepare.command import parse, prepare
+from data.tokenizers.json_file import byte_alphabet
+from data.tokenizers.rank_file import PATTERNS
 
 TEXT = [
     "def function(self, number): return number + 12345",

@@ -33,7 +33,7 @@ def test_every_preset_fits_the_schema(path: Path) -> None:
 
 
 def test_every_source_has_a_preset() -> None:
-    from data.sources import SOURCES
+    from data.sources.table import SOURCES
 
     assert {path.stem for path in PRESETS} == {*SOURCES, "mix"}
 

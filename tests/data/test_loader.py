@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from data.batch import IGNORE, PackedBatch, build_batch
 from data.config import DataConfig
 from data.loader import PackedLoader
-from data.mixes import MIXES
 from data.packing import PACKINGS, Piece
-from data.sources import SOURCES
+from data.sources.mixes import MIXES
+from data.sources.table import SOURCES
 
 BYTES = torch.tensor([1] * 256 + [0] * 2)  # bytes of text that each id stands for
 SIZES = [0, 1, 2, 3, 7, 13, 30, 31, 64, 100, 5, 6, 11, 40, 17, 9, 23, 1, 2, 19]  # bytes; rows hold 32 tokens

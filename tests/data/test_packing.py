@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.mixes import MIXES, sample_length
 from data.packing import PACKINGS, BestFit, Packer, Piece
+from data.sources.mixes import MIXES, sample_length
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=30)
 

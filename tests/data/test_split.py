@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.documents import FiniteDocuments
+from data.sources.documents import FiniteDocuments
 from data.split import DocumentOrder, split_documents
 
 

@@ -1,4 +1,4 @@
-"""What can be chosen by name is documented, and the README's tree is the tree."""
+"""What can be chosen by name is documented, and the tree in the docs is the tree."""
 
 import re
 from pathlib import Path
@@ -6,15 +6,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data.mixes import MIXES
 from data.packing import PACKINGS
-from data.sources import SOURCES
-from data.tokenizer import TOKENIZERS
+from data.sources.mixes import MIXES
+from data.sources.table import SOURCES
+from data.tokenizers.tokenizer import TOKENIZERS
 from kernels.api import BACKENDS
 from training.screen import config_groups
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+DOCS = README + "".join(path.read_text() for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")
+TREE = (ROOT / "docs" / "tree.md").read_text().split("```")[1]
 CHOICES = {
     "backend": BACKENDS,
     "source": SOURCES,
@@ -26,8 +28,8 @@ CHOICES = {
 
 
 @pytest.mark.parametrize(("kind", "name"), [(k, n) for k, names in CHOICES.items() for n in names])
-def test_choice_is_in_the_readme(kind: str, name: str):
-    assert re.search(rf"\b{re.escape(name)}\b", README), f"the README does not name {kind} {name}"
+def test_choice_is_in_the_docs(kind: str, name: str):
+    assert re.search(rf"\b{re.escape(name)}\b", DOCS), f"neither README nor docs name {kind} {name}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "conf").rglob("*.yaml")), ids=lambda p: str(p.relative_to(ROOT)))
@@ -38,13 +40,14 @@ def test_preset_says_where_it_comes_from(path: Path):
 
 
 @pytest.mark.parametrize("floor", ["kernels", "parallel", "models", "data", "training", "bench"])
-def test_tree_in_the_readme_lists_every_file(floor: str):
-    tree = README[README.index("## The tree") :].split("```")[1]
-    section = re.split(r"\n(?=\S)", tree[tree.index(f"\n{floor}/") + 1 :])[0]  # a name under another floor is no entry
+def test_tree_lists_every_file(floor: str):
+    section = re.split(r"\n(?=\S)", TREE[TREE.index(f"\n{floor}/") + 1 :])[0]  # a name under another floor is no entry
     for path in (ROOT / floor).rglob("*.py"):
-        if path.name != "__init__.py":
+        if path.name not in ("__init__.py", "__main__.py"):
             known = re.search(rf"(?<![\w.]){re.escape(path.name)}", section)
-            assert known, f"{path.relative_to(ROOT)} is not in the README's tree"
+            assert known, f"{path.relative_to(ROOT)} is not in docs/tree.md"
+    for folder in (path for path in (ROOT / floor).rglob("*/") if (path / "__init__.py").exists()):
+        assert f"\n  {folder.name}/" in section, f"{folder.relative_to(ROOT)} is not in docs/tree.md"
 
 
 def test_every_file_says_what_it_is():

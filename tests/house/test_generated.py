@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from parallel.strategy import load_strategy, preset_names
 from training.config import Config, config_hash
 from training.generated import BLOCKS, ROOT, rewrite, small_plan
-from training.plan_view import rank_lines
+from training.show.plan_view import rank_lines
 
 README = (ROOT / "README.md").read_text()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.api import IntervalMask, attention
-from kernels.backends import able_backends
+from kernels.attention.backends import able_backends
 
 # Triton's kernels are among these in a process that interprets them; test_triton.py starts such processes
 every_backend = pytest.mark.parametrize("backend", able_backends(torch.zeros(1)))

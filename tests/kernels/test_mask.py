@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.attention_reference import dense_mask
+from kernels.attention.reference import dense_mask
 from kernels.mask import IntervalMask, require_disjoint
 from tests.kernels.oracle import cumulative, document_pairs
 

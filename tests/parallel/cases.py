@@ -8,13 +8,13 @@ import torch
 from hypothesis import strategies as st
 
 from kernels.api import IntervalMask, attention
-from parallel.loopback import LoopbackResult, run_loopback
 from parallel.plan.ir import CLASSES, AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import MeshSpec
 from parallel.plan.plan import Plan
-from parallel.plan.verify import verify
 from parallel.plan.visibility import MaskSpec
+from parallel.proof.verify import verify
+from parallel.runtime.loopback import LoopbackResult, run_loopback
 from parallel.sharding import SHARDINGS
 from parallel.strategy import EXCHANGES, Strategy, load_strategy, preset_names
 

@@ -7,13 +7,13 @@ import torch.distributed as dist
 
 from parallel.api import ContextParallel
 from parallel.auto import Resolved, candidate, candidates, resolve
-from parallel.groups import Groups
-from parallel.plan.cost import load_cluster
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout
-from parallel.plan.predict import predict_plan
-from parallel.plan.verify import verify
 from parallel.plan.visibility import MaskSpec
+from parallel.price.cluster import load_cluster
+from parallel.price.predict import predict_plan
+from parallel.proof.verify import verify
+from parallel.runtime.groups import Groups
 from parallel.sharding.planner import Planner
 from parallel.strategy import Strategy, load_strategy, preset_names
 from tests.ranks.pool import RankPool

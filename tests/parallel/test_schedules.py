@@ -9,13 +9,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from parallel.auto import resolve
-from parallel.comm import Loopback, Parcel
-from parallel.loopback import run_loopback
 from parallel.plan.ir import Attend, AttendBackward, AttentionShape, Post, Wait
 from parallel.plan.layout import PackedLayout
 from parallel.plan.plan import Plan
-from parallel.plan.verify import verify
 from parallel.plan.visibility import MaskSpec
+from parallel.proof.verify import verify
+from parallel.runtime.comm import Loopback, Parcel
+from parallel.runtime.loopback import run_loopback
 from parallel.strategy import Strategy, load_strategy, preset_names
 from tests.parallel import cases as rig
 

@@ -11,8 +11,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from models.config import ModelConfig
-from models.hf_config import read_config
-from models.hf_files import open_folder
+from models.hf.config import read_config
+from models.hf.files import open_folder
 from tests.checkpoints import save
 from training.adopt import FREE, GIVEN, adopt_checkpoint
 from training.config import Config, config_hash, to_plain
@@ -126,7 +126,7 @@ def test_config_hash_follows_the_weights_and_not_their_place(folders, tmp_path):
 
 def test_reading_a_checkpoint_loads_no_torch(folders):
     code = (
-        "import sys, pathlib; import training.adopt; from models.hf_files import open_folder; "
+        "import sys, pathlib; import training.adopt; from models.hf.files import open_folder; "
         f"open_folder(pathlib.Path({str(folders['gpt2'])!r})); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

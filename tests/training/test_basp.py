@@ -6,10 +6,10 @@ from torch import Tensor
 
 from data.loader import PackedLoader
 from models.decoder import Decoder
-from parallel.data_parallel import whole
 from parallel.strategy import load_strategy
+from parallel.weights.data_parallel import whole
 from tests.ranks.pool import RankPool
-from tests.training.test_ranks import team_of
+from tests.training.start.test_ranks import team_of
 from training.config import Config, Precision
 from training.share import Share
 from training.step import forward_backward

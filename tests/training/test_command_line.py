@@ -13,9 +13,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from training.checkpoint import complete_checkpoints
 from training.config import Config, config_hash
-from training.metrics import read_metrics
+from training.record.checkpoint import complete_checkpoints
+from training.record.metrics import read_metrics
 from training.screen import config_groups, refuse_added_keys, screen_overrides
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,11 +8,11 @@ from rich.console import Console
 from torch._dynamo.utils import counters
 
 from parallel.strategy import preset_names
-from tests.training.test_launch import command
-from tests.training.test_ranks import rows
+from tests.training.start.test_launch import command
+from tests.training.start.test_ranks import rows
 from training.config import ConfigError
-from training.launch import check_compiler
 from training.loop import train
+from training.start.launch import check_compiler
 
 EVERYTHING = ["model.layers=2", "model.window=[9,null]", "model.softcap=20", "model.sink=true", "model.recompute=true"]
 

@@ -18,16 +18,16 @@ import training.loop as loop
 from models.attend import local_attend
 from models.config import ModelConfig
 from models.decoder import Decoder
-from models.hf_config import read_config
-from models.hf_files import CheckpointError, open_folder
-from models.hf_weights import load_decoder
+from models.hf.config import read_config
+from models.hf.files import CheckpointError, open_folder
+from models.hf.weights import load_decoder
 from tests.checkpoints import FAMILIES, load_back, save, theirs
 from tests.data.conftest import train as train_tokenizer
-from training.checkpoint import complete_checkpoints
 from training.config import Config, ConfigError, Resume
 from training.export import export_run, find_source, main
-from training.metrics import read_metrics
-from training.rendezvous import Team
+from training.record.checkpoint import complete_checkpoints
+from training.record.metrics import read_metrics
+from training.team import Team
 
 QUIET = Console(quiet=True)
 

@@ -16,12 +16,12 @@ from data.batch import PackedBatch
 from data.loader import PackedLoader
 from models.attend import local_attend
 from models.decoder import Decoder
-from training.checkpoint import complete_checkpoints
 from training.config import Config, ConfigError, NonFinite, Precision, Resume, Schedule
-from training.metrics import read_metrics
-from training.rendezvous import Team
+from training.record.checkpoint import complete_checkpoints
+from training.record.metrics import read_metrics
 from training.share import Share
 from training.step import NonFiniteLoss, evaluate, forward_backward, token_losses
+from training.team import Team
 
 
 def run(config: Config) -> tuple[loop.Outcome, str]:
@@ -136,7 +136,7 @@ def test_resume_must_needs_a_checkpoint_and_never_sets_the_old_run_aside(make_co
 
 
 def test_two_processes_cannot_share_a_run_folder(make_config):
-    from training.folder import RunFolder
+    from training.record.folder import RunFolder
 
     with RunFolder(make_config()), pytest.raises(ConfigError, match="another process is training in"):
         run(make_config())

@@ -8,11 +8,11 @@ import torch
 from rich.console import Console
 
 from data.config import MixPart
-from data.prepare import parse, prepare
-from training.checkpoint import complete_checkpoints
+from data.prepare.command import parse, prepare
 from training.config import ConfigError, config_hash
 from training.loop import train
-from training.metrics import read_metrics
+from training.record.checkpoint import complete_checkpoints
+from training.record.metrics import read_metrics
 
 QUIET = Console(quiet=True)
 

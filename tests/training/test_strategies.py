@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from parallel.strategy import load_strategy, preset_names
-from tests.training.test_launch import command
-from tests.training.test_ranks import SLOW, WEIGHTS, gradients, held_out, rows, train, train_poisoned
+from tests.training.start.test_launch import command
+from tests.training.start.test_ranks import SLOW, WEIGHTS, gradients, held_out, rows, train, train_poisoned
 from training.config import Precision
 
 CONTEXT = [name for name in preset_names() if load_strategy(name).exchange != "none"]

@@ -1,0 +1,182 @@
+"""Documents of a Hugging Face data set, by name or from a folder, read by the `datasets` library.
+
+Streaming reads the data set's shards (its files) in an order drawn from (seed, epoch) and shuffles within blocks of
+documents; nothing but the blocks in use is held, and any place in a shard can be returned to.
+"""
+
+import hashlib
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.config import SourceConfig
+from data.sources.documents import FiniteDocuments, stop_of
+from data.sources.records import Records
+from data.tokenizers.tokenizer import Tokenizer
+
+BLOCK = 256  # documents shuffled among themselves
+_BLOCKS = 16  # blocks kept: more documents than a packer holds back, so that none is read twice
+_SHARD = 1 << 32  # documents of a shard at most: a document's number is shard * _SHARD + row
+
+
+def load(config: SourceConfig) -> Any:
+    """The split as a `datasets` object. ValueError, one sentence, for whatever the library refuses."""
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            "data=hub needs the package datasets, which is not installed; pip install -r requirements-extras.txt"
+        ) from None
+    read: Any = datasets.load_dataset  # its overloads know no flag that is decided later
+    try:
+        return read(config.path, config.name, split=config.split, streaming=config.streaming)
+    except Exception as error:  # a dozen classes of its own
+        raise ValueError(f"data.path={config.path}: {_first_line(error)}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    """What went wrong first: the library wraps it in sentences without a reason."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def row_name(title: str, *place: int) -> str:
+    """A document's name, which decides whether it is held out: its row, after its shard where it is streamed."""
+    return ":".join((title, *map(str, place)))
+
+
+def title(config: SourceConfig) -> str:
+    """What the documents' names begin with."""
+    return "/".join([str(config.path).rstrip("/"), *([config.name] if config.name else []), config.split])
+
+
+class HubTable(FiniteDocuments):
+    """A whole split on this disk: any document by its row. Opening codes all documents once, for their lengths."""
+
+    def __init__(self, config: SourceConfig, table: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._title = title(config)
+        self._records = Records(tokenizer, vocab_size, config.text_key)
+        column = self._records.column(list(table.column_names), self._title)
+        self._table = table.select_columns([column])
+        self.counts_bytes = column == config.text_key
+        self._lengths = np.fromiter((len(self._ids(i)) for i in range(len(table))), np.int64, len(table))
+        if not self._lengths.size:
+            raise ValueError(f"{self._title} holds no documents; choose another data.split")
+
+    def _ids(self, index: int) -> NDArray[np.int32]:
+        return self._records.ids(self._table[index], self.name(index))[0]
+
+    @property
+    def size(self) -> int:
+        return self._lengths.size
+
+    def length(self, index: int) -> int:
+        return int(self._lengths[index])
+
+    def lengths(self) -> NDArray[np.int64]:
+        return self._lengths
+
+    def name(self, index: int) -> str:
+        return row_name(self._title, index)
+
+    def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
+        return self._ids(index)[start : stop_of(self, index, start, stop)]
+
+    def fingerprint(self) -> str:
+        digest = hashlib.blake2b(self._title.encode(), digest_size=16)
+        digest.update(self._lengths.tobytes())
+        return digest.hexdigest()
+
+
+class HubStream:
+    """Documents numbered by shard and row, read forward; `size` is None, as how many there are is not known.
+
+    A document's name, and so whether it is held out, depends on its shard and row alone. A broken document is found
+    when its block is read, which may be in mid-training; the first block is read at start.
+    """
+
+    size = None
+
+    def __init__(self, config: SourceConfig, stream: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._title, self._stream = title(config), stream
+        self._records = Records(tokenizer, vocab_size, config.text_key)
+        self.shards: int = stream.num_shards
+        self._open: tuple[int, int] = (-1, 0)  # the shard that is being read, and its next row
+        self._rows: Iterator[dict[str, Any]] = iter(())
+        self._blocks: OrderedDict[tuple[int, int], list[NDArray[np.int32] | dict[str, Any]]] = OrderedDict()
+        first = next((block for shard in range(self.shards) if (block := self._block(shard, 0))), None)
+        if first is None:
+            raise ValueError(f"{self._title} holds no documents; choose another data.split")
+        record = first[0]
+        assert isinstance(record, dict)
+        self._column = self._records.column(list(record), self._title)
+        self.counts_bytes = self._column == config.text_key
+
+    def block_rows(self, shard: int, block: int) -> int:
+        """Documents of a block: BLOCK, or fewer in the shard's last one."""
+        return len(self._block(shard, block))
+
+    def number(self, shard: int, row: int) -> int:
+        """The number by which a document is asked for."""
+        return shard * _SHARD + row
+
+    def name(self, index: int) -> str:
+        return row_name(self._title, *divmod(index, _SHARD))
+
+    def length(self, index: int) -> int:
+        return len(self._ids(index))
+
+    def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
+        return self._ids(index)[start : stop_of(self, index, start, stop)]
+
+    def fingerprint(self) -> str:
+        splits = getattr(self._stream.info, "splits", None) or {}
+        counts = sorted((name, split.num_examples) for name, split in splits.items())
+        text = f"{self._title} {self._column} {self.shards} {counts}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def _ids(self, index: int) -> NDArray[np.int32]:
+        """The document's ids, coded the first time that they are asked for."""
+        shard, row = divmod(index, _SHARD)
+        block = self._block(shard, row // BLOCK)
+        document = block[row % BLOCK]
+        if isinstance(document, dict):
+            document, _ = self._records.ids(document, self.name(index))
+            document.setflags(write=False)
+            block[row % BLOCK] = document
+        return document
+
+    def _block(self, shard: int, block: int) -> list[NDArray[np.int32] | dict[str, Any]]:
+        key = (shard, block)
+        if key not in self._blocks:
+            self._blocks[key] = self._read(shard, block)
+            if len(self._blocks) > _BLOCKS:
+                self._blocks.popitem(last=False)
+        self._blocks.move_to_end(key)
+        return self._blocks[key]
+
+    def _read(self, shard: int, block: int) -> list[NDArray[np.int32] | dict[str, Any]]:
+        """The next rows of the shard where it stands; else the shard opened anew, and rows before the block passed."""
+        start = block * BLOCK
+        try:
+            if self._open != (shard, start):
+                self._rows = iter(self._stream.shard(num_shards=self.shards, index=shard).skip(start))
+            records = list(itertools.islice(self._rows, BLOCK))
+        except Exception as error:
+            raise ValueError(f"{self._title}, shard {shard} of {self.shards}: {_first_line(error)}") from None
+        self._open = (shard, start + len(records))
+        return [self._records.kept(record) for record in records]
+
+
+def from_hub(
+    config: SourceConfig, tokenizer: Tokenizer, vocab_size: int, seed: int, context: int
+) -> HubTable | HubStream:
+    """The split that `config` names, streamed or whole."""
+    kind = HubStream if config.streaming else HubTable
+    return kind(config, load(config), tokenizer, vocab_size)

@@ -1,0 +1,91 @@
+"""Documents in parquet files: a text or a tokens column, one document a row, read by row group."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from data.sources.records import Records
+
+_BATCH = 256  # rows decoded at a time while a file is read in order
+_GROUPS = 4  # decoded row groups kept for reading in any order
+_STRING_TYPES = ("string", "large_string", "string_view")
+
+
+class ParquetRows:
+    """The documents' column of one file.
+
+    In order, memory is that of a batch of rows; in any order, of the last few row groups, each decoded whole: files
+    with row groups of gigabytes are better prepared (`python -m data.prepare`).
+
+    Raises:
+        ValueError: a file that is no parquet, or one without the column; the sentence names the columns there are.
+    """
+
+    def __init__(self, path: str, name: str, records: Records) -> None:
+        from pyarrow import parquet  # only where it is chosen
+
+        try:
+            self._file: Any = parquet.ParquetFile(path)
+        except Exception as error:  # pyarrow's own classes
+            raise ValueError(f"{name} is no parquet file ({str(error).splitlines()[0]})") from None
+        schema = self._file.schema_arrow
+        self._name = name
+        self.column = records.column(list(schema.names), name)
+        if "." in self.column:
+            raise ValueError(f"{name}: column {self.column!r} has a dot, which parquet reads as a path; rename it")
+        self.is_text = self.column == records.text_key
+        kind = str(schema.field(self.column).type)
+        if self.is_text and kind not in _STRING_TYPES:
+            raise ValueError(f"{name}: column {self.column!r} holds {kind}, expected text; set data.text_key")
+        self.rows = self._file.metadata.num_rows
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+
+    def records(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """(row group, row in it, {column: value}) of every row, in order."""
+        for group in range(self._file.num_row_groups):
+            row = 0
+            for batch in self._batches(group):
+                for value in batch.column(0):
+                    yield group, row, {self.column: self._plain(value)}
+                    row += 1
+
+    def record(self, group: int, row: int) -> dict[str, Any]:
+        """The row of a row group, as {column: value}."""
+        if group not in self._kept:
+            with self._reading():
+                self._kept[group] = self._file.read_row_group(group, columns=[self.column]).column(0)
+            if len(self._kept) > _GROUPS:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(group)
+        return {self.column: self._plain(self._kept[group][row])}
+
+    def _batches(self, group: int) -> Iterator[Any]:
+        batches = self._file.iter_batches(batch_size=_BATCH, row_groups=[group], columns=[self.column])
+        while True:
+            with self._reading():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """A page that cannot be decoded is an error of one sentence that names the file."""
+        try:
+            yield
+        except Exception as error:  # pyarrow's own classes
+            raise ValueError(f"{self._name} is damaged ({str(error).splitlines()[0]})") from None
+
+    def _plain(self, value: Any) -> Any:
+        """Text as str; a list of integers as an array, without an object for each."""
+        values = getattr(value, "values", None)  # of a list
+        if values is None or values.null_count:
+            return value.as_py()
+        array = values.to_numpy(zero_copy_only=False)
+        return array if isinstance(array, np.ndarray) and array.dtype.kind in "iu" else value.as_py()
+
+    def close(self) -> None:
+        self._file.close()
