@@ -27,13 +27,13 @@ from bench.plans.packs import packs
 from bench.ranks import Seconds, Team
 from bench.table import Report, Row
 from data.sources.mixes import MIXES
+from kernels.mask_spec import MaskSpec
 from parallel.api import ContextParallel
 from parallel.auto import candidate, candidates, resolve
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import MeshSpec
 from parallel.plan.plan import DIRECTIONS, Plan
-from parallel.plan.visibility import MaskSpec
 from parallel.runtime.groups import Groups
 from parallel.sharding.planner import Planner
 from parallel.strategy import Strategy, load_strategy

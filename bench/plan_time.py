@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from bench.table import Report
+from kernels.mask_spec import MaskSpec
 from parallel.plan.ir import Attend, AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.plan.plan import Plan
-from parallel.plan.visibility import MaskSpec
 from parallel.runtime.bind import BoundPlan
 from parallel.strategy import Strategy, load_strategy, preset_names
 
@@ -74,7 +74,7 @@ def bind_masks(plan: Plan, rank: int) -> int:
     """Build the masks of `rank`'s forward steps; how many."""
     bound = BoundPlan(plan, rank)
     steps = [step for step in bound.programs["forward"].steps if isinstance(step, Attend)]
-    return len({id(bound.mask(step.q_tokens, step.k_tokens)) for step in steps})
+    return len({id(bound.masks(step.q_tokens, step.k_tokens)) for step in steps})
 
 
 def milliseconds(call: Callable[[], object], repeats: int) -> list[float]:

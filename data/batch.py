@@ -38,11 +38,12 @@ class PackedBatch:
     Attributes:
         tokens: [rows, seq_len]; 0 in padding.
         labels: [rows, seq_len], the token that each one predicts: the next of the same document of the layout,
-            whatever rank will hold it; -100 at the document's end and in padding.
+            whatever rank will hold it; -100 at the document's end, inside its prefix and in padding.
         positions: [rows, seq_len], from 0 in each document of the layout; 0 in padding.
         layout: the boundaries, of the rows laid end to end.
         documents: the layout's documents, in order.
         token_bytes: int64 [vocabulary], the bytes of text that an id stands for; None where that is not known.
+        prefix: tokens at each document's start that see each other, and so are no labels.
     """
 
     tokens: Int64[Tensor, "rows seq_len"]
@@ -51,6 +52,7 @@ class PackedBatch:
     layout: PackedLayout
     documents: tuple[PackedDocument, ...]
     token_bytes: Int64[Tensor, " ids"] | None
+    prefix: int = 0
 
     @property
     def rows(self) -> int:
@@ -77,7 +79,9 @@ class PackedBatch:
         """Labels that count towards the loss, by the label of the documents' source: they add up to `label_tokens`."""
         found: dict[str, int] = {}
         for document in self.documents:
-            found[document.source] = found.get(document.source, 0) + document.stop - document.start - 1
+            length = document.stop - document.start
+            labels = length - max(1, min(self.prefix, length))
+            found[document.source] = found.get(document.source, 0) + labels
         return found
 
     @property
@@ -104,6 +108,7 @@ class PackedBatch:
             layout,
             documents,
             self.token_bytes,
+            self.prefix,
         )
 
     def micro_batches(self, n: int) -> list["PackedBatch"]:
@@ -125,6 +130,7 @@ def build_batch(
     seq_len: int,
     token_bytes: Int64[Tensor, " ids"] | None,
     label: Callable[[int], str] = lambda document: "",
+    prefix: int = 0,
 ) -> PackedBatch:
     """Read the pieces that each row holds; an empty row is all padding. `label` names a document's source."""
     pieces = [piece for row in rows for piece in row]
@@ -135,7 +141,8 @@ def build_batch(
     for row, piece, start, stop in zip(layout.rows.tolist(), pieces, layout.starts.tolist(), layout.stops.tolist()):
         ids = source.tokens(piece.document, piece.start, piece.stop)
         tokens[start:stop] = ids
-        labels[start : stop - 1] = ids[1:]
+        unseen = max(1, prefix)  # the first token that the one before it does not see
+        labels[start + unseen - 1 : stop - 1] = ids[unseen:]
         length = source.length(piece.document)
         where = (piece.epoch, piece.document, piece.start, piece.stop)
         name = source.name(piece.document)
@@ -150,4 +157,5 @@ def build_batch(
         layout,
         tuple(documents),
         token_bytes if source.counts_bytes else None,
+        prefix,
     )

@@ -43,13 +43,21 @@ class PackedLoader:
         seed: at least 0; the train split's order, and the documents of a synthetic source.
         split: train or eval.
         source: the other split's source: what of it has an end is used again, the rest opened anew.
+        prefix: tokens at the start of each document (of each part, where it is cut) that see each other: they are no
+            labels. None for causal documents.
 
     Raises:
         ValueError: a value or a document that cannot work; all documents are checked here, before training.
     """
 
     def __init__(
-        self, config: DataConfig, vocab_size: int, seed: int, split: str = "train", source: Source | None = None
+        self,
+        config: DataConfig,
+        vocab_size: int,
+        seed: int,
+        split: str = "train",
+        source: Source | None = None,
+        prefix: int | None = None,
     ) -> None:
         config.validate()
         if split not in SPLITS:
@@ -66,7 +74,7 @@ class PackedLoader:
             raise ValueError("data.eval_fraction=0 holds out no documents; raise it to evaluate")
         self.config = copy.deepcopy(config)
         self.split = split
-        self.vocab_size = vocab_size
+        self.vocab_size, self.prefix = vocab_size, prefix
         self._seed = seed if split == "train" else 0
         # Drawn documents: the evaluation reads another stream, the same for every seed.
         drawn = 2 * seed + 2 if split == "train" else 1
@@ -111,7 +119,7 @@ class PackedLoader:
         return self.source.label(document) if isinstance(self.source, Mixture) else self._parts[0][0]
 
     def _build(self, rows: list[list[Piece]]) -> PackedBatch:
-        return build_batch(self.source, rows, self.config.seq_len, self._token_bytes, self._label)
+        return build_batch(self.source, rows, self.config.seq_len, self._token_bytes, self._label, self.prefix or 0)
 
     def batch(self, step: int) -> PackedBatch:
         """The batch of optimiser step `step`, counted from 0. Asking in order costs least: a later step packs the
@@ -191,6 +199,7 @@ class PackedLoader:
             "tokenizer": identity_text(self.tokenizer),
             "split": self.split,
             "seed": self._seed,
+            "prefix": self.prefix,
             **{key: getattr(config, key) for key in keys},
         }
 

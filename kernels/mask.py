@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Int32
 from torch import Tensor
 
+from kernels.mask_spec import UNBOUNDED, Band, MaskSpec, Piece
+
 INT32_MAX = 2**31 - 1
-UNBOUNDED = 2**40  # a window reach longer than any sequence
 
 Indices = Sequence[int] | Tensor
 _OWNER = "_interval_mask"
@@ -103,8 +104,8 @@ class IntervalMask:
     def has_gaps(self) -> bool:
         """Whether some query sees no key or some key is seen by no query; such tokens may hold NaN and need care.
 
-        Found on CPU masks and remembered by their copies on a device. A mask built on a device counts as having gaps,
-        since looking would wait for the device.
+        Found on CPU masks and remembered by their copies on a device; known of masks that are built on a device from
+        documents on the host. Any other mask on a device counts as having gaps, since looking would wait for it.
         """
         if "gaps" not in self.cache:
             blind = self.device.type != "cpu" or bool((self.k_start == self.k_end).any())
@@ -160,7 +161,7 @@ class IntervalMask:
             ValueError: cu_seqlens that do not start at 0, decrease or pass 2**31 - 1 (checked on lists and CPU
                 tensors), lists of different lengths, a window below 1, or totals missing or too small.
         """
-        left, right = _reach(causal, window)
+        band = _band(causal, window)
         cu_q = _index_tensor("cu_seqlens_q", cu_seqlens_q)
         cu_k = cu_q if cu_seqlens_k is None else _index_tensor("cu_seqlens_k", cu_seqlens_k)
         if cu_q.shape != cu_k.shape:
@@ -170,6 +171,7 @@ class IntervalMask:
             )
         Tq = _total("cu_seqlens_q", "total_q", cu_q, total_q)
         Tk = _total("cu_seqlens_k", "total_k", cu_k, Tq if cu_seqlens_k is None and total_k is None else total_k)
+        gaps = _gaps_of_lengths(cu_q, cu_k, Tq, Tk, causal, window)
         device = cu_q.device if device is None else torch.device(device)
         cu_q, cu_k = (cu.to(device, non_blocking=True) for cu in (cu_q, cu_k))
         row = torch.arange(Tq, device=device)
@@ -177,12 +179,10 @@ class IntervalMask:
         inside = doc < cu_q.shape[0] - 1
         doc = doc.clamp_(max=max(cu_q.shape[0] - 2, 0))
         after = (doc + 1).clamp_(max=cu_q.shape[0] - 1)
-        first, stop = cu_k[doc], cu_k[after]
-        at = row - cu_q[after] + stop  # the query's position among its document's keys, in buffer indices
-        lo = torch.minimum(torch.maximum(at - left, first), stop)
-        hi = torch.maximum(torch.minimum(at + right + 1, stop), lo)
-        lo, hi = (torch.where(inside, x, cu_k[-1]).int() for x in (lo, hi))
-        return cls.from_rows(lo, hi, Tk)
+        first, length = cu_k[doc], cu_k[after] - cu_k[doc]
+        lo, hi = band.keys(row - cu_q[after] + length, length)  # at its place among its document's keys
+        lo, hi = (torch.where(inside, first + x, cu_k[-1]).int() for x in (lo, hi))
+        return cls.from_rows(lo, hi, Tk)._knowing(gaps)
 
     @classmethod
     def from_documents(
@@ -202,12 +202,8 @@ class IntervalMask:
         Raises:
             ValueError: documents that overlap, end before they start or leave the buffer (lists and CPU tensors).
         """
-        begin, end = _documents(starts, stops)
-        if end.device.type == "cpu" and end.numel() and int(end[-1]) > total:
-            raise ValueError(f"the last document stops at {int(end[-1])}, beyond the {total} tokens of the buffer")
-        device = begin.device if device is None else torch.device(device)
-        tokens = torch.arange(total, device=device)
-        return cls._between(tokens, tokens, begin.to(device), end.to(device), _reach(causal, window))
+        (mask,) = _document_masks((_band(causal, window),), starts, stops, total, device)
+        return mask
 
     @classmethod
     def from_positions(
@@ -229,32 +225,95 @@ class IntervalMask:
         Raises:
             ValueError: positions that do not increase, or bad documents (lists and CPU tensors).
         """
-        begin, end = _documents(starts, stops)
-        q_at, k_at = _index_tensor("q_positions", q_positions), _index_tensor("k_positions", k_positions)
-        for name, at in (("q_positions", q_at), ("k_positions", k_at)):
-            if at.device.type == "cpu" and at.numel() > 1 and not bool((at[1:] > at[:-1]).all()):
-                i = int((at[1:] <= at[:-1]).nonzero()[0])
-                raise ValueError(f"{name} must increase, but entry {i} is {int(at[i])} and the next {int(at[i + 1])}")
-        device = q_at.device if device is None else torch.device(device)
-        q_at, k_at, begin, end = (x.to(device) for x in (q_at, k_at, begin, end))
-        return cls._between(q_at, k_at, begin, end, _reach(causal, window))
+        (mask,) = _position_masks((_band(causal, window),), q_positions, k_positions, starts, stops, device)
+        return mask
 
-    @classmethod
-    def _between(
-        cls, q_at: Tensor, k_at: Tensor, starts: Tensor, stops: Tensor, reach: tuple[int, int]
-    ) -> IntervalMask:
-        """The mask of positions q_at against k_at within documents; reach = (before, after) in positions."""
-        if starts.numel() == 0:
-            nothing = torch.zeros(q_at.shape[0], dtype=torch.int32, device=q_at.device)
-            return cls.from_rows(nothing, nothing, k_at.shape[0])
-        doc = torch.searchsorted(stops, q_at, right=True)
-        inside = doc < stops.shape[0]
-        doc = doc.clamp(max=stops.shape[0] - 1)
-        inside &= starts[doc] <= q_at
-        lo = torch.where(inside, torch.maximum(q_at - reach[0], starts[doc]), q_at)
-        hi = torch.where(inside, torch.minimum(q_at + reach[1] + 1, stops[doc]), q_at)
-        k_start, k_end = (torch.searchsorted(k_at, x, out_int32=True) for x in (lo, hi))
-        return cls.from_rows(k_start, k_end, k_at.shape[0])
+    def _knowing(self, gaps: bool | None) -> IntervalMask:
+        """Itself, where what `has_gaps` would have to look for on a device is known (None: it is not)."""
+        if gaps is not None:
+            self.cache["gaps"] = gaps
+        return self
+
+
+def document_masks(
+    spec: MaskSpec, starts: Indices, stops: Indices, total: int, device: torch.device | str | None = None
+) -> tuple[IntervalMask, ...]:
+    """The bands of `spec` inside documents `[starts[i], stops[i])` of a buffer of `total` tokens; as `from_documents`.
+
+    Raises:
+        ValueError: documents that overlap, end before they start or leave the buffer (lists and CPU tensors).
+    """
+    return _document_masks(spec.bands, starts, stops, total, device)
+
+
+def _document_masks(
+    bands: Sequence[Band], starts: Indices, stops: Indices, total: int, device: torch.device | str | None
+) -> tuple[IntervalMask, ...]:
+    begin, end = _documents(starts, stops)
+    gaps = None
+    if end.device.type == "cpu":
+        if end.numel() and int(end[-1]) > total:
+            raise ValueError(f"the last document stops at {int(end[-1])}, beyond the {total} tokens of the buffer")
+        gaps = int((end - begin).sum()) < total  # in the first band each token of a document sees itself
+    device = begin.device if device is None else torch.device(device)
+    tokens = torch.arange(total, device=device)
+    first, *others = _between(bands, tokens, tokens, begin.to(device), end.to(device))
+    return (first._knowing(gaps), *others)
+
+
+def position_masks(
+    spec: MaskSpec,
+    q_positions: Indices,
+    k_positions: Indices,
+    starts: Indices,
+    stops: Indices,
+    device: torch.device | str | None = None,
+) -> tuple[IntervalMask, ...]:
+    """The bands of `spec` between two sorted choices of tokens of one global sequence; as `from_positions`.
+
+    Raises:
+        ValueError: positions that do not increase, or bad documents (lists and CPU tensors).
+    """
+    return _position_masks(spec.bands, q_positions, k_positions, starts, stops, device)
+
+
+def _position_masks(
+    bands: Sequence[Band],
+    q_positions: Indices,
+    k_positions: Indices,
+    starts: Indices,
+    stops: Indices,
+    device: torch.device | str | None,
+) -> tuple[IntervalMask, ...]:
+    begin, end = _documents(starts, stops)
+    q_at, k_at = _index_tensor("q_positions", q_positions), _index_tensor("k_positions", k_positions)
+    for name, at in (("q_positions", q_at), ("k_positions", k_at)):
+        if at.device.type == "cpu" and at.numel() > 1 and not bool((at[1:] > at[:-1]).all()):
+            i = int((at[1:] <= at[:-1]).nonzero()[0])
+            raise ValueError(f"{name} must increase, but entry {i} is {int(at[i])} and the next {int(at[i + 1])}")
+    device = q_at.device if device is None else torch.device(device)
+    return _between(bands, *(x.to(device) for x in (q_at, k_at, begin, end)))
+
+
+def _between(
+    bands: Sequence[Band], q_at: Tensor, k_at: Tensor, starts: Tensor, stops: Tensor
+) -> tuple[IntervalMask, ...]:
+    """The masks of global positions q_at against k_at within documents, one for each band."""
+    if starts.numel() == 0:
+        nothing = torch.zeros(q_at.shape[0], dtype=torch.int32, device=q_at.device)
+        return tuple(IntervalMask.from_rows(nothing, nothing, k_at.shape[0]) for _ in bands)
+    doc = torch.searchsorted(stops, q_at, right=True)
+    inside = doc < stops.shape[0]
+    doc = doc.clamp(max=stops.shape[0] - 1)
+    first = starts[doc]
+    inside &= first <= q_at
+    place, length = q_at - first, stops[doc] - first
+    masks = []
+    for band in bands:
+        sides = (torch.where(inside, first + x, q_at) for x in band.keys(place, length))
+        k_start, k_end = (torch.searchsorted(k_at, x, out_int32=True) for x in sides)
+        masks.append(IntervalMask.from_rows(k_start, k_end, k_at.shape[0]))
+    return tuple(masks)
 
 
 def require_disjoint(masks: Sequence[IntervalMask]) -> None:
@@ -276,21 +335,31 @@ def require_disjoint(masks: Sequence[IntervalMask]) -> None:
     masks[0].cache[key] = tuple(masks[1:])  # holding the others keeps their ids from being reused
 
 
-def _reach(causal: bool, window: int | tuple[int, int] | None) -> tuple[int, int]:
-    """How many positions before and after its own a query sees."""
-    if isinstance(window, tuple):
-        window = (operator.index(window[0]), operator.index(window[1]))
-        if min(window) < -1:
-            raise ValueError(f"window {window} has a side below -1; use -1 for an unbounded side")
-        left, right = (UNBOUNDED if side == -1 else side for side in window)
-    elif window is not None:
-        window = operator.index(window)  # 2.5 is refused, not cut to 2
-        if window < 1:
-            raise ValueError(f"window {window} hides a query's own position; use at least 1, or None for no window")
-        left = right = window - 1
-    else:
-        left = right = UNBOUNDED
-    return left, 0 if causal else right
+def _band(causal: bool, window: int | tuple[int, int] | None) -> Band:
+    """The band of a causal or full mask under a window, which may have two sides (-1: all)."""
+    if not isinstance(window, tuple):
+        return MaskSpec(causal, window).bands[0]
+    left, right = (operator.index(side) for side in window)
+    if min(left, right) < -1:
+        raise ValueError(f"window {window} has a side below -1; use -1 for an unbounded side")
+    left, right = (UNBOUNDED if side == -1 else side for side in (left, right))
+    return Band((Piece(left, 0 if causal else right),))
+
+
+def _gaps_of_lengths(
+    cu_q: Tensor, cu_k: Tensor, Tq: int, Tk: int, causal: bool, window: int | tuple[int, int] | None
+) -> bool | None:
+    """Whether some token of the buffers sees nothing or is not seen, from lengths on the host; None: not known."""
+    if cu_q.device.type != "cpu" or cu_k.device.type != "cpu":
+        return None
+    padding = int(cu_q[-1]) < Tq or int(cu_k[-1]) < Tk
+    if cu_q is cu_k or torch.equal(cu_q, cu_k):
+        return padding  # each token of a document sees itself
+    if window not in (None, (-1, -1)):
+        return None
+    queries, keys = cu_q.diff(), cu_k.diff()
+    blind = (queries > keys) if causal else (queries > 0) & (keys == 0)
+    return padding or bool((blind | ((keys > 0) & (queries == 0))).any())
 
 
 def _index_tensor(name: str, values: Indices) -> Tensor:

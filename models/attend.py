@@ -8,6 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kernels.api import IntervalMask, attention
+from kernels.mask import document_masks
+from kernels.mask_spec import MaskSpec
 
 
 @dataclass(frozen=True)
@@ -15,20 +17,20 @@ class AttentionContext:
     """What one layer's attention needs beside q, k and v. `sink` is `[H]`, a logit for each head, or None."""
 
     layer: int
-    window: int | None
+    mask: MaskSpec
     softmax_scale: float
     softcap: float | None
     sink: Tensor | None
 
 
-# `attend(q[T, H, D], k[T, Hkv, D], v[T, Hkv, D], ctx) -> out[T, H, D]`, causal inside each document.
+# `attend(q[T, H, D], k[T, Hkv, D], v[T, Hkv, D], ctx) -> out[T, H, D]`, by `ctx.mask` inside each document.
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionContext], Tensor]
 
 
 class LocalAttention:
-    """Attention of one device over its whole packed row: one mask for each distinct window, made once a batch."""
+    """Attention of one device over its whole packed row: each distinct mask is made once a batch."""
 
-    def __init__(self, masks: Mapping[int | None, IntervalMask], backend: str = "auto") -> None:
+    def __init__(self, masks: Mapping[MaskSpec, Sequence[IntervalMask]], backend: str = "auto") -> None:
         self.masks = dict(masks)
         self.backend = backend
 
@@ -39,17 +41,18 @@ class LocalAttention:
         v: Float[Tensor, "T Hkv D"],
         ctx: AttentionContext,
     ) -> Float[Tensor, "T H D"]:
-        """Raises ValueError if no mask was made for the layer's window."""
-        if ctx.window not in self.masks:
+        """Raises ValueError if the layer's mask was not made."""
+        if ctx.mask not in self.masks:
+            made = "; ".join(str(mask) for mask in self.masks) or "none"
             raise ValueError(
-                f"layer {ctx.layer} has window {ctx.window}, but masks were made for {list(self.masks)}; "
-                f"pass config.layer_windows() to local_attend"
+                f"layer {ctx.layer} has the mask ({ctx.mask}), and these were made: {made}; "
+                f"pass config.layer_masks() to local_attend"
             )
         out, _ = attention(
             q,
             k,
             v,
-            self.masks[ctx.window],
+            self.masks[ctx.mask],
             softmax_scale=ctx.softmax_scale,
             softcap=ctx.softcap,
             sink=ctx.sink,
@@ -62,15 +65,13 @@ def local_attend(
     starts: Sequence[int],
     stops: Sequence[int],
     total: int,
-    windows: Sequence[int | None],
+    masks: Sequence[MaskSpec],
     device: torch.device | str = "cpu",
     backend: str = "auto",
 ) -> LocalAttention:
-    """Causal attention inside the documents `[starts[i], stops[i])` of a row of `total` tokens.
+    """Attention inside the documents `[starts[i], stops[i])` of a row of `total` tokens.
 
-    `windows` is `config.layer_windows()`; equal windows share one mask. Tokens in no document are padding.
+    `masks` is `config.layer_masks()`; equal ones are made once. Tokens in no document are padding.
     """
-    masks = {}
-    for window in dict.fromkeys(windows):
-        masks[window] = IntervalMask.from_documents(starts, stops, total, window=window, device=device)
-    return LocalAttention(masks, backend)
+    made = {mask: document_masks(mask, starts, stops, total, device) for mask in dict.fromkeys(masks)}
+    return LocalAttention(made, backend)

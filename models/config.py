@@ -7,6 +7,8 @@ It is a structured config for OmegaConf (plain types and enums only). Sizes have
 from dataclasses import dataclass
 from enum import Enum
 
+from kernels.mask_spec import MaskSpec
+
 
 class Positions(Enum):
     """How a token's position enters: rotated queries and keys (RoFormer, section 3.2), or a learned table (GPT-2)."""
@@ -44,7 +46,9 @@ class ModelConfig:
     the model takes (with learned positions also the size of the table). `rope_theta` belongs to rotary positions
     alone and has no default, because a wrong base goes unnoticed. `rope_factor` stretches rotary wavelengths that
     are long against `rope_original_positions` by the Llama 3.1 rule (None: no stretching).
-    `window` holds the attention window of each layer, None for unlimited; a shorter list is repeated over the layers.
+    `window` and `chunk` hold the attention window and the chunk of each layer in tokens, None for unlimited; a shorter
+    list is repeated over the layers. `first` keeps a document's first keys beside them. `prefix` tokens at each
+    document's start see each other, in every layer, and are not predicted. (`kernels.mask_spec` says it all.)
     `path` is the folder of a Hugging Face checkpoint that training starts from, None to start from random weights;
     `content_hash` then tells its weights from others (see `hf_files.CheckpointFolder`).
     """
@@ -70,6 +74,9 @@ class ModelConfig:
     qkv_bias: bool = False  # queries, keys and values only (Qwen2.5)
     qk_norm: bool = False  # RMSNorm of each query and key head before rotation (Qwen3)
     window: list[int | None] | None = None
+    chunk: list[int | None] | None = None
+    prefix: int | None = None
+    first: int | None = None
     softcap: float | None = None  # attention logits become softcap * tanh(logits / softcap)
     sink: bool = False  # a learned logit for each head that joins the softmax and carries no value
     softmax_scale: float | None = None  # None: head_dim ** -0.5
@@ -96,7 +103,7 @@ class ModelConfig:
                 f"every key head serves the same number of query heads"
             )
         self._validate_positions()
-        self._validate_window()
+        self._validate_masks()
         if (self.path is None) != (self.content_hash is None):
             raise ValueError(
                 f"model.path={self.path} and model.content_hash={self.content_hash} belong together; model=hf with "
@@ -133,27 +140,41 @@ class ModelConfig:
                 f"model.rope_factor={factor} and model.rope_original_positions={original} must both be at least 1"
             )
 
-    def _validate_window(self) -> None:
-        if self.window is None:
-            return
-        length = len(self.window)
-        if length == 0 or self.layers % length:
-            raise ValueError(
-                f"model.window lists {length} layers, which does not divide model.layers={self.layers}; "
-                f"the list is repeated over the layers, so give a length that divides {self.layers}, or null"
-            )
-        for window in self.window:
-            if window is not None and window < 1:
+    def _validate_masks(self) -> None:
+        """Raise ValueError for lists that the layers do not repeat, and for masks that are none, naming the key."""
+        for key in ("window", "chunk"):
+            values = getattr(self, key)
+            if values is not None and (len(values) == 0 or self.layers % len(values)):
                 raise ValueError(
-                    f"model.window={list(self.window)} has {window}; a window counts the query's own position, "
-                    f"so it is at least 1 (null: unlimited)"
+                    f"model.{key} lists {len(values)} layers, which does not divide model.layers={self.layers}; "
+                    f"the list is repeated over the layers, so give a length that divides {self.layers}, or null"
                 )
+        windows, chunks = self._repeated(self.window), self._repeated(self.chunk)
+        if self.first is not None and not any(windows) and not any(chunks):
+            raise ValueError(
+                f"model.first={self.first} keeps a document's first keys beside a window or a chunk, and no layer has "
+                f"one; set model.window or model.chunk, or leave model.first out"
+            )
+        for layer in range(self.layers):
+            try:
+                self._mask(windows[layer], chunks[layer])
+            except ValueError as error:
+                raise ValueError(f"layer {layer}: model.{error}") from None
+
+    def _repeated(self, values: list[int | None] | None) -> list[int | None]:
+        return [None] * self.layers if values is None else list(values) * (self.layers // len(values))
+
+    def _mask(self, window: int | None, chunk: int | None) -> MaskSpec:
+        first = self.first if window is not None or chunk is not None else None
+        return MaskSpec(True, window, chunk, self.prefix, first)
+
+    def layer_masks(self) -> list[MaskSpec]:
+        """The attention mask of each layer inside a document; `len(...) == layers`."""
+        return [self._mask(*options) for options in zip(self._repeated(self.window), self._repeated(self.chunk))]
 
     def layer_windows(self) -> list[int | None]:
         """The attention window of each layer, in tokens; `len(...) == layers`."""
-        if self.window is None:
-            return [None] * self.layers
-        return list(self.window) * (self.layers // len(self.window))
+        return self._repeated(self.window)
 
     def scale(self) -> float:
         """The factor on attention logits: `softmax_scale`, or head_dim ** -0.5."""

@@ -85,7 +85,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.index = index
-        self.window = config.layer_windows()[index]
+        self.mask = config.layer_masks()[index]
         self.softmax_scale, self.softcap, self.recompute = config.scale(), config.softcap, config.recompute
         self.input_layernorm = make_norm(config)
         self.self_attn = SelfAttention(config)
@@ -95,7 +95,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, attend: Attend) -> Tensor:
         """`x[T, hidden] -> [T, hidden]`; `cos` and `sin` are `[T, D/2]`, or None without rotary positions."""
-        context = AttentionContext(self.index, self.window, self.softmax_scale, self.softcap, self.self_attn.sinks)
+        context = AttentionContext(self.index, self.mask, self.softmax_scale, self.softcap, self.self_attn.sinks)
         before, after = self.compiled or (self.before, self.after)
         q, k, v = before(x, cos, sin)
         out = attend(q, k, v, context)

@@ -1,8 +1,9 @@
 """Closed-form sizes and work of a decoder: parameters, and the matrix-product FLOPs of a training step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kernels.mask_spec import MaskSpec
 from models.config import Mlp, ModelConfig, Norm, Positions
 
 
@@ -44,42 +45,34 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
     return ParameterCount(embedding, config.layers * layer + norm)
 
 
-def causal_pairs(lengths: Sequence[int], window: int | None = None) -> int:
-    """Allowed (query, key) pairs of causal documents of these lengths, in tokens: sum over queries of min(i + 1, w)."""
-    pairs = 0
-    for length in lengths:
-        full = length if window is None else min(length, window)
-        pairs += full * (full + 1) // 2 + (length - full) * full
-    return pairs
-
-
-def flops_per_step(config: ModelConfig, tokens: int, pairs_by_window: Mapping[int | None, int]) -> int:
+def flops_per_step(config: ModelConfig, tokens: int, pairs: Mapping[MaskSpec, int]) -> int:
     """FLOPs of the matrix products of one forward and backward over `tokens` tokens, padding included.
 
         6 * tokens * (layers * layer_matmul_parameters + vocab_size * hidden)  +  sum over layers of 12 * pairs * H * D
 
     A product forward costs 2 FLOPs a weight and token, its two gradients 4; QK^T and PV cost 4 pairs H D forward and
-    8 backward. `pairs_by_window[w]` counts the allowed (query, key) pairs of the step in a layer of window w (see
-    `causal_pairs`), so document masks and windows are credited with what they need and no more. The head counts, tied
+    8 backward. `pairs[mask]` counts the allowed (query, key) pairs of the step in a layer of that mask (see
+    `MaskSpec.pairs`), so document masks and windows are credited with what they need and no more. The head counts, tied
     or not; looking up embeddings is free; neither recomputation (activations, the chunked loss, flash attention's
     logits) nor padding inside a kernel's tiles counts. (PaLM, arXiv 2204.02311, appendix B, with masks.)
 
-    Raises ValueError if the pairs of one of the config's windows are missing.
+    Raises ValueError if the pairs of one of the config's masks are missing.
     """
     attention = 0
-    for window in config.layer_windows():
-        if window not in pairs_by_window:
+    for mask in config.layer_masks():
+        if mask not in pairs:
+            counted = "; ".join(str(one) for one in pairs) or "none"
             raise ValueError(
-                f"pairs_by_window has windows {list(pairs_by_window)}, but a layer has window {window}; "
-                f"count the pairs of each distinct window of config.layer_windows()"
+                f"a layer has the mask ({mask}), and pairs were counted for: {counted}; count those of each distinct "
+                f"mask of config.layer_masks()"
             )
-        attention += 12 * pairs_by_window[window] * config.heads * config.head_dim
+        attention += 12 * pairs[mask] * config.heads * config.head_dim
     weights = config.layers * layer_matmul_parameters(config) + config.vocab_size * config.hidden
     return 6 * tokens * weights + attention
 
 
-def flops_per_token(config: ModelConfig, tokens: int, pairs_by_window: Mapping[int | None, int]) -> float:
+def flops_per_token(config: ModelConfig, tokens: int, pairs: Mapping[MaskSpec, int]) -> float:
     """`flops_per_step` over its tokens. Raises ValueError if there are none."""
     if tokens < 1:
         raise ValueError(f"tokens={tokens}: FLOPs per token need at least 1 token")
-    return flops_per_step(config, tokens, pairs_by_window) / tokens
+    return flops_per_step(config, tokens, pairs) / tokens

@@ -1,4 +1,6 @@
-"""The public face of parallel: attention over a sequence that is split among ranks.
+"""The public face of parallel: attention over a sequence that is split among ranks; plans, proved and run.
+
+    from parallel.api import AttentionShape, MaskSpec, MeshSpec, PackedLayout, load_strategy, run_loopback, verify
 
 On real ranks:
 
@@ -19,12 +21,14 @@ from torch import Tensor
 
 from kernels.attention.autograd import scale_of
 from kernels.attention.rounds import choose_rounds
+from kernels.mask_spec import CAUSAL, MaskSpec
 from parallel.auto import Resolved, resolve
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import MeshSpec
 from parallel.plan.placement import Placement
 from parallel.plan.plan import Plan
+from parallel.proof.verify import PlanError, verify
 from parallel.runtime.ahead import Ahead
 from parallel.runtime.attention import Engine, planned_attention
 from parallel.runtime.bind import DTYPES, BoundPlan, token_index
@@ -35,7 +39,10 @@ from parallel.runtime.groups import Groups
 from parallel.runtime.loopback import LoopbackResult, run_loopback
 from parallel.strategy import Strategy, load_strategy
 
-__all__ = ["ContextParallel", "LoopbackResult", "load_strategy", "run_loopback"]
+__all__ = [
+    "AttentionShape", "ContextParallel", "Groups", "LoopbackResult", "MaskSpec", "MeshSpec", "PackedLayout", "Plan",
+    "PlanError", "Strategy", "load_strategy", "run_loopback", "verify",
+]  # fmt: skip
 
 
 class LayerContext(Protocol):
@@ -44,7 +51,7 @@ class LayerContext(Protocol):
     @property
     def layer(self) -> int: ...
     @property
-    def window(self) -> int | None: ...
+    def mask(self) -> MaskSpec: ...
     @property
     def softmax_scale(self) -> float: ...
     @property
@@ -58,8 +65,7 @@ class Batch(NamedTuple):
 
     layout: PackedLayout
     shape: AttentionShape
-    windows: tuple[int | None, ...]
-    causal: bool
+    masks: tuple[MaskSpec, ...]
 
 
 class ContextParallel:
@@ -78,7 +84,7 @@ class ContextParallel:
         self._pools: dict[torch.device, BufferPool] = {}
         self.plans: Ahead[Batch, Resolved] = Ahead(self._plan)
         self.resolved: Resolved | None = None  # what the bound batch runs, and what auto weighed
-        self._bound: dict[int | None, BoundPlan] = {}
+        self._bound: dict[MaskSpec, BoundPlan] = {}
         self._engine: Engine | None = None
         self._placement: Placement | None = None
         self._index = torch.zeros(0, dtype=torch.int64)
@@ -87,11 +93,10 @@ class ContextParallel:
         self,
         layout: PackedLayout,
         shape: AttentionShape,
-        windows: Sequence[int | None] = (None,),
+        masks: Sequence[MaskSpec] = (CAUSAL,),
         device: torch.device | str = "cpu",
-        causal: bool = True,
     ) -> None:
-        """Take the batch's plans for this rank, one for each distinct window among the layers, or make them now.
+        """Take the batch's plans for this rank, one for each distinct mask among the layers, or make them now.
 
         Every rank of the cp group must bind the same layout: their plans' hashes are compared.
 
@@ -100,28 +105,26 @@ class ContextParallel:
                 attention is sent.
         """
         device = torch.device(device)
-        if not windows:
-            raise ValueError("windows is empty, so no plan would be made; give the window of each layer, None for none")
-        self.resolved = self.plans.get(Batch(layout, shape, tuple(windows), causal))
+        if not masks:
+            raise ValueError("masks is empty, so no plan would be made; give the MaskSpec of each layer")
+        self.resolved = self.plans.get(Batch(layout, shape, tuple(masks)))
         plans = self.resolved.plans
         self._agree(plans, device)
-        self._bound = {window: BoundPlan(plan, self.rank, device) for window, plan in plans.items()}
+        self._bound = {mask: BoundPlan(plan, self.rank, device) for mask, plan in plans.items()}
         self._placement = next(iter(plans.values())).placement
         self._index = token_index(self._placement.sets[self.rank], device)
         pool = self._pools.setdefault(device, BufferPool(device))
         rounds = choose_rounds(self.backend, torch.empty(0, 1, 1, dtype=DTYPES[shape.dtype], device=device))
         self._engine = Engine(self.transport, pool, rounds, self.recorder)
 
-    def prepare(
-        self, layout: PackedLayout, shape: AttentionShape, windows: Sequence[int | None] = (None,), causal: bool = True
-    ) -> None:
+    def prepare(self, layout: PackedLayout, shape: AttentionShape, masks: Sequence[MaskSpec] = (CAUSAL,)) -> None:
         """Begin to plan a batch that will be bound later, on a thread of its own."""
-        self.plans.prepare(Batch(layout, shape, tuple(windows), causal))
+        self.plans.prepare(Batch(layout, shape, tuple(masks)))
 
     def _plan(self, batch: "Batch") -> Resolved:
         return resolve(self.strategy, self.mesh, *batch, ranks=[self.rank])
 
-    def _agree(self, plans: dict[int | None, Plan], device: torch.device) -> None:
+    def _agree(self, plans: dict[MaskSpec, Plan], device: torch.device) -> None:
         """Raise ValueError on every rank unless all have made the same plans. Always compared: a rank that skipped it
         because it knows its own plan would leave the others waiting."""
         group = self.groups.get("cp")
@@ -177,7 +180,7 @@ class ContextParallel:
         k: Tensor,
         v: Tensor,
         *,
-        window: int | None = None,
+        mask: MaskSpec = CAUSAL,
         softmax_scale: float | None = None,
         softcap: float | None = None,
         sink: Tensor | None = None,
@@ -185,23 +188,22 @@ class ContextParallel:
         """`q[t, H, D], k[t, Hkv, D], v[t, Hkv, Dv] -> out[t, H, Dv]` over the whole sequence, for this rank's tokens.
 
         Raises:
-            ValueError: no batch is bound, or no plan was made for the window, or tensors of another shape.
+            ValueError: no batch is bound, or no plan was made for the mask, or tensors of another shape.
         """
-        if self._engine is None or window not in self._bound:
-            raise ValueError(
-                f"no plan for window {window}; bind(layout, shape, windows=[...]) made {list(self._bound)}"
-            )
+        if self._engine is None or mask not in self._bound:
+            made = "; ".join(str(one) for one in self._bound) or "none"
+            raise ValueError(f"no plan was made for the mask ({mask}); bind(layout, shape, masks=[...]) made: {made}")
         scale = scale_of(q, softmax_scale)
-        return planned_attention(self._engine, self._bound[window], q, k, v, Options(scale, softcap, sink))
+        return planned_attention(self._engine, self._bound[mask], q, k, v, Options(scale, softcap, sink))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, ctx: LayerContext) -> Tensor:
         """As `models.attend.Attend`."""
         return self.attention(
-            q, k, v, window=ctx.window, softmax_scale=ctx.softmax_scale, softcap=ctx.softcap, sink=ctx.sink
+            q, k, v, mask=ctx.mask, softmax_scale=ctx.softmax_scale, softcap=ctx.softcap, sink=ctx.sink
         )
 
     def work(self) -> float:
-        """Allowed pairs that this rank computes in the bound batch, all windows, a head's pair counting 1 / H."""
+        """Allowed pairs that this rank computes in the bound batch, all masks, a head's pair counting 1 / H."""
         own = [(bound.plan, bound.programs["forward"]) for bound in self._bound.values()]
         return sum(plan.work_of(program) / plan.shape.H for plan, program in own)
 

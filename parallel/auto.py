@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from kernels.mask_spec import CAUSAL, MaskSpec
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import MeshSpec
 from parallel.plan.plan import Plan
-from parallel.plan.visibility import MaskSpec
 from parallel.price.cluster import load_cluster
 from parallel.price.predict import predict_plan
 from parallel.strategy import Strategy, load_strategy, preset_names
@@ -20,7 +20,7 @@ from parallel.strategy import Strategy, load_strategy, preset_names
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a batch runs: a strategy, its mesh and its plans by window; for auto also the prices.
+    """What a batch runs: a strategy, its mesh and its plans by mask; for auto also the prices.
 
     Attributes:
         seconds: candidate -> predicted seconds of attention in all layers, cheapest first; empty unless auto chose.
@@ -28,7 +28,7 @@ class Resolved:
 
     strategy: Strategy
     mesh: MeshSpec
-    plans: dict[int | None, Plan]
+    plans: dict[MaskSpec, Plan]
     seconds: dict[str, float]
 
     @property
@@ -42,11 +42,10 @@ def resolve(
     mesh: MeshSpec,
     layout: PackedLayout,
     shape: AttentionShape,
-    windows: Sequence[int | None] = (None,),
-    causal: bool = True,
+    masks: Sequence[MaskSpec] = (CAUSAL,),
     ranks: list[int] | None = None,
 ) -> Resolved:
-    """The plans of a batch, one for each distinct window among the layers' `windows`.
+    """The plans of a batch, one for each distinct mask among the layers' `masks`.
 
     Under exchange=auto every candidate is planned for all ranks, and `ranks` is not looked at.
 
@@ -54,15 +53,15 @@ def resolve(
         ValueError: what the strategy refuses; for auto, that no candidate fits, with each one's reason.
     """
     if strategy.exchange != "auto":
-        return Resolved(strategy, mesh, _plans(strategy, mesh, layout, shape, windows, causal, ranks), {})
-    cluster, counts = load_cluster(strategy.planner.cluster), Counter(windows)
-    found: list[tuple[float, str, Strategy, MeshSpec, dict[int | None, Plan]]] = []
+        return Resolved(strategy, mesh, _plans(strategy, mesh, layout, shape, masks, ranks), {})
+    cluster, counts = load_cluster(strategy.planner.cluster), Counter(masks)
+    found: list[tuple[float, str, Strategy, MeshSpec, dict[MaskSpec, Plan]]] = []
     reasons = []
     for name in candidates():
         try:
             one = candidate(name, strategy)
             its_mesh = replace(one.mesh(mesh.cp, shape.H, shape.Hkv), pp=mesh.pp, dp=mesh.dp, tp=mesh.tp)
-            plans = _plans(one, its_mesh, layout, shape, windows, causal, None)
+            plans = _plans(one, its_mesh, layout, shape, masks, None)
         except ValueError as error:
             reasons.append(f"{name}: {error}")
             continue
@@ -70,7 +69,7 @@ def resolve(
         if limit is not None and (peak := _peak_bytes(plans)) > limit:
             reasons.append(f"{name}: its buffers take {peak} bytes, over strategy.buffer_bytes={limit}")
             continue
-        seconds = sum(counts[window] * predict_plan(plan, cluster).total_s for window, plan in plans.items())
+        seconds = sum(counts[mask] * predict_plan(plan, cluster).total_s for mask, plan in plans.items())
         found.append((seconds, name, one, its_mesh, plans))
     if not found:
         raise ValueError(f"strategy=auto: no candidate fits {mesh.cp} ranks ({'; '.join(reasons)})")
@@ -95,15 +94,13 @@ def _plans(
     mesh: MeshSpec,
     layout: PackedLayout,
     shape: AttentionShape,
-    windows: Sequence[int | None],
-    causal: bool,
+    masks: Sequence[MaskSpec],
     ranks: list[int] | None,
-) -> dict[int | None, Plan]:
+) -> dict[MaskSpec, Plan]:
     placement = strategy.shard(layout, mesh, shape)
-    masks = {window: MaskSpec(causal, window) for window in dict.fromkeys(windows)}
-    return {window: strategy.plan(placement, shape, mask, ranks) for window, mask in masks.items()}
+    return {mask: strategy.plan(placement, shape, mask, ranks) for mask in dict.fromkeys(masks)}
 
 
-def _peak_bytes(plans: dict[int | None, Plan]) -> int:
+def _peak_bytes(plans: dict[MaskSpec, Plan]) -> int:
     """Of temporary buffers, on the rank that holds most."""
     return max(plan.peak_buffer_bytes(rank) for plan in plans.values() for rank in plan.ranks)

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from kernels.mask_spec import MaskSpec
 from parallel.exchange import EXCHANGES, INNER_EXCHANGES
 from parallel.exchange.compose import build_plan
 from parallel.plan.ir import AttentionShape
@@ -23,7 +24,6 @@ from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import AXES, MeshSpec
 from parallel.plan.placement import Placement
 from parallel.plan.plan import Plan
-from parallel.plan.visibility import MaskSpec
 from parallel.sharding import SHARDINGS
 from parallel.sharding.planner import DEFAULT, Planner, Setting
 
@@ -270,6 +270,10 @@ class Strategy:
             ValueError: a combination that cannot work, with the numbers and a way out.
         """
         self.validate()
+        if not isinstance(mask, MaskSpec):
+            raise ValueError(
+                f"mask={mask!r} is no MaskSpec; give MaskSpec() for causal, MaskSpec(window=...) and so on"
+            )
         if self.exchange == "auto":
             raise ValueError(
                 "exchange=auto plans through parallel.auto.resolve, which chooses a strategy for the batch"

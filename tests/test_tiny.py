@@ -56,7 +56,7 @@ def test_a_tiny_model_learns_from_packed_rows():
         batch = loader.batch(step)
         documents = batch.layout
         attend = local_attend(
-            documents.starts.tolist(), documents.stops.tolist(), documents.total_tokens, config.layer_windows()
+            documents.starts.tolist(), documents.stops.tolist(), documents.total_tokens, config.layer_masks()
         )
         rows = (batch.tokens.flatten(), batch.positions.flatten(), batch.labels.flatten())
         loss = model.loss(*rows, attend, valid_tokens=batch.label_tokens)

@@ -6,10 +6,10 @@ A block lies between `<!-- NAME: ... -->` and `<!-- end -->`; figures lie in doc
 from collections.abc import Callable
 from pathlib import Path
 
+from kernels.mask_spec import MaskSpec
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.plan.plan import DIRECTIONS, Plan
-from parallel.plan.visibility import MaskSpec
 from parallel.price.cluster import load_cluster
 from parallel.strategy import load_strategy
 from training.show.coverage_figure import draw_coverage

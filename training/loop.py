@@ -75,10 +75,10 @@ def _finished(config: Config, folder: RunFolder) -> dict | None:
 def open_loaders(config: Config) -> tuple[PackedLoader, PackedLoader | None]:
     """The train split and, unless `data.eval_fraction` is 0, the held-out one; a finite corpus is read once."""
     vocab, seed = config.model.vocab_size, config.run.seed
-    train = PackedLoader(config.data, vocab, seed, split="train")
+    train = PackedLoader(config.data, vocab, seed, split="train", prefix=config.model.prefix)
     if config.data.eval_fraction == 0:
         return train, None
-    return train, PackedLoader(config.data, vocab, seed, split="eval", source=train.source)
+    return train, PackedLoader(config.data, vocab, seed, "eval", train.source, config.model.prefix)
 
 
 class Trainer:
@@ -228,8 +228,7 @@ class Trainer:
         self.console.print(f"{message}; skipped", highlight=False, markup=False)
 
     def _measures(self, batch: PackedBatch, seconds: float) -> dict[str, float | int | None]:
-        windows = self.config.model.layer_windows()
-        pairs = {w: batch.layout.pairs(causal=True, window=w) for w in set(windows)}
+        pairs = {mask: batch.layout.pairs(mask) for mask in set(self.config.model.layer_masks())}
         slots = batch.tokens.numel()
         tokens = slots - batch.padding_tokens
         tflops = flops_per_step(self.config.model, tokens, pairs) / seconds / 1e12
@@ -249,7 +248,7 @@ class Trainer:
             "data/epoch": min(epochs.values()),
             **({f"data/epoch/{source}": done for source, done in epochs.items()} if len(epochs) > 1 else {}),
             **{f"data/tokens/{source}": count for source, count in self.counters.source_tokens.items()},
-            "data/mask_density": batch.layout.pairs(causal=True) / full,
+            "data/mask_density": batch.layout.pairs() / full,
         }
 
     def _evaluation(self) -> dict[str, float | None]:

@@ -84,7 +84,7 @@ class Share:
 
     def _zero_loss(self) -> Tensor:
         zero = torch.zeros(1, dtype=torch.long, device=self.device)
-        attend = local_attend([0], [1], 1, self.model.config.layer_windows(), self.device, self.model.config.attention)
+        attend = local_attend([0], [1], 1, self.model.config.layer_masks(), self.device, self.model.config.attention)
         return self.module(zero, zero, zero + IGNORE, attend).sum()
 
     def micro_batches(self, batch: PackedBatch, accumulate: int = 1) -> list[PackedBatch]:
@@ -95,15 +95,15 @@ class Share:
         """This rank's tokens of one of `micro_batches`; valid until the next call."""
         layout, config = micro.layout, self.model.config
         self.model.check_lengths(int(layout.lengths.max(initial=0)))
-        windows = tuple(config.layer_windows())
+        masks = tuple(config.layer_masks())
         whole = [t.flatten() for t in (micro.tokens, micro.positions, micro.labels)]
         if self.context is None:
             spans = layout.starts.tolist(), layout.stops.tolist(), layout.total_tokens
-            attend: Attend = local_attend(*spans, windows, self.device, config.attention)
-            self._work += sum(layout.pairs(window=w) for w in set(windows))
+            attend: Attend = local_attend(*spans, masks, self.device, config.attention)
+            self._work += sum(layout.pairs(mask) for mask in set(masks))
         else:
             attend = self.context
-            self.context.bind(layout, self._shape(precision), windows, self.device)
+            self.context.bind(layout, self._shape(precision), masks, self.device)
             # whole sequences are cut only here: labels and positions, made before, lose nothing at a boundary
             whole = [self.context.shard(t) for t in whole]
             self._work += self.context.work()
@@ -114,8 +114,8 @@ class Share:
         """Begin to plan the exchanges of a batch that comes later, on a thread."""
         if self.context is not None:
             for micro in self.micro_batches(batch, accumulate)[:AHEAD]:
-                windows = tuple(self.model.config.layer_windows())
-                self.context.prepare(micro.layout, self._shape(precision), windows)
+                masks = tuple(self.model.config.layer_masks())
+                self.context.prepare(micro.layout, self._shape(precision), masks)
 
     def _shape(self, precision: Precision) -> AttentionShape:
         config = self.model.config
@@ -143,7 +143,7 @@ class Share:
         return [micro.documents[index].name for index in found if index >= 0]
 
     def take_figures(self) -> dict[str, float]:
-        """Since the last call: `work`, the allowed pairs that attention covered here, a layer of each window;
+        """Since the last call: `work`, the allowed pairs that attention covered here, a layer of each mask;
         `exposed`, seconds of waiting for plans; and the bytes that exchanges moved from here, by metric. The same keys
         on every rank."""
         work, self._work = self._work, 0.0

@@ -36,7 +36,7 @@ class DenseAttention:
 def masked(lengths: list[int], config: ModelConfig) -> Attend:
     """This project's attention for the same documents."""
     edges = list(accumulate(lengths, initial=0))
-    return local_attend(edges[:-1], edges[1:], edges[-1], config.layer_windows(), backend="torch")
+    return local_attend(edges[:-1], edges[1:], edges[-1], config.layer_masks(), backend="torch")
 
 
 def step_section(report: Report, sizes: list[int], repeats: int, seed: int) -> None:

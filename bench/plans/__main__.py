@@ -29,11 +29,11 @@ from bench.plans.packs import bounds, packs
 from bench.plans.peers import PEERS
 from bench.table import Report, Row
 from data.sources.mixes import MIXES
+from kernels.mask_spec import MaskSpec
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import MeshSpec
 from parallel.plan.tokens import TokenSet
-from parallel.plan.visibility import MaskSpec
 from parallel.price.cluster import Cluster, key_bytes, load_cluster, predict_needs
 from parallel.price.needs import Needs
 from parallel.price.predict import predict_plan

@@ -41,6 +41,10 @@ def _misfits(config: ModelConfig, kind: str) -> list[tuple[bool, str]]:
         (config.norm is not (Norm.layer if gpt2 else Norm.rms), f"model.norm={config.norm.value}"),
         (config.mlp is not (Mlp.plain if gpt2 else Mlp.gated), f"model.mlp={config.mlp.value}"),
         (bool(windows) and kind in ("gpt2", "llama"), f"model.window={config.window}"),
+        *(
+            (getattr(config, key) is not None, f"model.{key}={getattr(config, key)}")
+            for key in ("chunk", "prefix", "first")
+        ),
         (len(windows) > 1, f"windows of {len(windows)} sizes"),
     ]
     if gpt2:

@@ -56,7 +56,7 @@ class _Gathered:
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
         self.parts = [lane.mine if b == lane.me else travelling(lane, lane.me, b) for b in range(lane.size)]
-        self.shared = not (lane.scene.windowed or lane.compact)
+        self.shared = not (lane.scene.local or lane.compact)
         self.tokens = lane.dealt.everything if self.shared else TokenSet.concatenate(self.parts)
         self.blocks = [run for run, members in self._runs() if any(lane.sees(lane.me, b) for b in members)]
         self.reorders = self._pays_to_reorder(len(self.blocks))
@@ -66,7 +66,7 @@ class _Gathered:
         """The gathered tokens in the sequence's order."""
         if self.lane.compact:
             return union(self.parts)
-        if self.lane.scene.windowed:
+        if self.lane.scene.local:
             sight = self.lane.scene.sight
             reach = TokenSet.of((0, sight.layout.total_tokens)).clip(sight.reach(self.lane.mine))
             return union([reach, self.lane.mine.clip(sight.padding)])  # what is in a document sees itself

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+from kernels.mask_spec import MaskSpec
 from parallel.exchange.all_to_all import HeadGroup
+from parallel.exchange.double_ring import DOUBLE_RING
 from parallel.exchange.lane import Dealt, Exchange, Lane, Scene
 from parallel.plan.ir import AttentionShape, Program
 from parallel.plan.placement import Placement
 from parallel.plan.plan import Plan
-from parallel.plan.visibility import MaskSpec, Visibility
+from parallel.plan.visibility import Visibility
 from parallel.plan.writer import Writer
 
 FLAT = {
@@ -73,6 +75,11 @@ class Composer:
     def _group(self, rank: int) -> HeadGroup | None:
         return HeadGroup(self.scene, self.placement, rank) if self.placement.split > 1 else None
 
+    def _across(self, lane: Lane) -> Exchange:
+        """The exchange of a lane of several ranks: a ring over several laps is a double one."""
+        assert self.exchange is not None
+        return DOUBLE_RING if lane.lap_size < lane.size else self.exchange
+
     def _forward(self, rank: int) -> Program:
         w, shape, mine = Writer(rank), self.scene.shape, self.placement.sets[rank]
         group = self._group(rank)
@@ -86,7 +93,7 @@ class Composer:
         if self.exchange is None or lane.size == 1:
             lane.attend_own(w)
         else:
-            self.exchange.forward(w, lane)
+            self._across(lane).forward(w, lane)
             w.program.slabs = self.exchange.slabs(lane) if self.exchange.slabs else []
         w.result("out", "acc")
         if group:
@@ -114,7 +121,7 @@ class Composer:
         if self.exchange is None or lane.size == 1:
             lane.attend_own_backward(w)
         else:
-            self.exchange.backward(w, lane)
+            self._across(lane).backward(w, lane)
         w.free("stats")
         if group:
             self._return_gradients(w, group)

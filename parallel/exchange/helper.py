@@ -5,11 +5,11 @@ keys of the rank t before it; a rank with none there instead helps: it takes the
 over its own keys, and sends the partial result back. n / 2 rounds cover all distances.
 """
 
+from kernels.mask_spec import MaskSpec
 from parallel.exchange.lane import Exchange, Lane
 from parallel.exchange.pairwise import Edge, Schedule, pairwise_backward, pairwise_forward, straight
 from parallel.plan.ir import AttentionShape
 from parallel.plan.mesh import MeshSpec
-from parallel.plan.visibility import MaskSpec
 from parallel.plan.writer import Writer
 
 
@@ -20,6 +20,9 @@ def _schedule(lane: Lane) -> Schedule:
         fetched = [(p, p - t, "keys") for p in range(t, n)]
         helped = [(p + n - t, p, "queries") for p in range(t)] if 2 * t < n else []
         rounds.append([_edge(lane, *pair) for pair in fetched + helped if lane.sees(pair[0], pair[1])])
+    for t in range(1, n):  # a prefix that several ranks share sees later ranks' keys
+        ahead = [(p, p + t, "keys") for p in range(n - t) if lane.sees(p, p + t)]
+        rounds += [[_edge(lane, *pair) for pair in ahead]] if ahead else []
     return straight(rounds)
 
 

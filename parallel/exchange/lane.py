@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.mask_spec import MaskSpec
 from parallel.plan.ir import AttentionShape, Heads, Message
 from parallel.plan.mesh import MeshSpec
 from parallel.plan.tokens import EMPTY, TokenSet
-from parallel.plan.visibility import MaskSpec, Visibility
+from parallel.plan.visibility import Visibility
 from parallel.plan.writer import Writer
 
 
@@ -28,8 +29,9 @@ class Scene:
     head_slices: int | None
 
     @property
-    def windowed(self) -> bool:
-        return self.sight.mask.window is not None
+    def local(self) -> bool:
+        """Whether keys out of a window's or a chunk's reach need not travel."""
+        return self.sight.mask.local
 
 
 class Dealt:
@@ -53,8 +55,8 @@ class Dealt:
         return TokenSet.concatenate(self.sets)
 
     def halo(self, queries: int, keys: int) -> TokenSet:
-        """The keys of member `keys` that travel to `queries`: all, or those in the window's reach."""
-        if not self.scene.windowed:
+        """The keys of member `keys` that travel to `queries`: all, or those in reach of a window or a chunk."""
+        if not self.scene.local:
             return self.sets[keys]
         found = self.kept.get(("halo", queries, keys))
         if found is None and not self.sees[queries, keys]:

@@ -1,258 +1,162 @@
-"""Keys travel from rank to rank while queries stay (Ring Attention, arXiv 2310.01889), and the double ring.
+"""Keys travel from rank to rank while queries stay (Ring Attention, arXiv 2310.01889).
 
-In a double ring (LoongTrain, arXiv 2406.18485) the lane is a grid of laps: a block of keys makes a lap inside each
-node, and its copy from the start of a lap goes to the next node meanwhile. A plain ring is a grid of one lap.
-
-A block stops travelling where no later rank sees it, and under a window it carries only what later ranks still need.
-Backward: keys travel again; the gradients of a block follow it from one rank that saw it to the next, in fp32, and the
-last one of a lap sends the lap's sum home, where the sums of all laps are added in order.
+A block stops travelling where no later rank sees it, and under a window or a chunk it carries only what later ranks
+still need. Backward: keys travel again; the sum of a block's gradients follows it from one rank that saw it to the
+next, in fp32, and the last one sends it home.
 """
 
 from collections import defaultdict
+from functools import cached_property
 
 import numpy as np
 
 from parallel.exchange.lane import Dealt, Exchange, Lane
-from parallel.plan.ir import Message, Wait
+from parallel.plan.ir import Message
 from parallel.plan.tokens import EMPTY, EMPTY_SPANS, TokenSet, join_spans
 from parallel.plan.writer import Writer
 
 
-class Route:
-    """How block `home` travels through a grid of laps of `hops` members: at (lap, hop) it lies at member `at`."""
+class Block:
+    """How the keys of member `home` travel: after h hops they lie at member (home + h) mod n."""
 
-    def __init__(self, dealt: Dealt, hops: int, home: int) -> None:
-        self.dealt, self.hops, self.home = dealt, hops, home
-        self.laps = len(dealt.sets) // hops
-        # the hops of each lap whose member sees the block, its own left out: there gradients come about
-        self.viewers = [
-            [h for h in range(hops) if (lap or h) and dealt.sees[self.at(lap, h), home]] for lap in range(self.laps)
-        ]
-        self.last_lap = max((lap for lap in range(self.laps) if self.viewers[lap]), default=0)
-        self._carried: dict[int, list[TokenSet]] = {}  # of each lap, at each hop
+    def __init__(self, dealt: Dealt, home: int) -> None:
+        self.dealt, self.home = dealt, home
+        self.viewers = [hop for hop in range(1, len(dealt.sets)) if dealt.sees[self.at(hop), home]]
+        self.last = self.viewers[-1] if self.viewers else 0  # the hop after which it goes no further
 
-    def at(self, lap: int, hop: int) -> int:
-        outer, inner = divmod(self.home, self.hops)
-        return (outer + lap) % self.laps * self.hops + (inner + hop) % self.hops
+    def at(self, hop: int) -> int:
+        return (self.home + hop) % len(self.dealt.sets)
 
-    def travels(self, lap: int, hop: int) -> bool:
-        """Whether the block comes to (lap, hop) by a message: some member sees it there or later on that way."""
-        if hop == 0:
-            return 0 < lap <= self.last_lap
-        return bool(self.viewers[lap]) and hop <= self.viewers[lap][-1]
+    def carried(self, hop: int) -> TokenSet:
+        """What of the block comes to its place after `hop` hops: what is seen there or later."""
+        return self._needed[hop] if self.dealt.scene.local else self.dealt.sets[self.home]
 
-    def carried(self, lap: int, hop: int) -> TokenSet:
-        """What of the block is sent to its place at (lap, hop): what is seen there or later on that way."""
-        if not self.dealt.scene.windowed:
-            return self.dealt.sets[self.home]
-        if lap not in self._carried:
-            self._carried[lap] = self._needed(lap)
-        return self._carried[lap][hop]
-
-    def _needed(self, lap: int) -> list[TokenSet]:
-        """What is still needed from each hop of a lap on; from its start also what later laps need."""
+    @cached_property
+    def _needed(self) -> list[TokenSet]:
         block, sight = self.dealt.sets[self.home], self.dealt.scene.sight
         most = int(sight.segments(block).size.sum())  # padding is never needed
-        spans, needed, found = EMPTY_SPANS, EMPTY, [EMPTY] * self.hops
-        for hop in range(self.hops - 1, -1, -1):
-            seen = [(lap, hop)] if hop in self.viewers[lap] else []
-            if hop == 0:
-                seen += [(other, h) for other in range(lap + 1, self.laps) for h in self.viewers[other]]
-            for place in seen:
-                if needed.count < most:
-                    spans = join_spans(np.concatenate([spans, sight.reach(self.dealt.sets[self.at(*place)])]))
-                    needed = block.clip(spans)
+        spans, needed, found = EMPTY_SPANS, EMPTY, [EMPTY] * len(self.dealt.sets)
+        for hop in range(len(found) - 1, -1, -1):
+            if hop in self.viewers and needed.count < most:
+                spans = join_spans(np.concatenate([spans, sight.reach(self.dealt.sets[self.at(hop)])]))
+                needed = block.clip(spans)
             found[hop] = needed
         return found
 
 
-class _Clock:
-    """One member's view of all routes: which block lies here at step lap * hops + hop, and what leaves and comes."""
+class _Ring:
+    """One member's view: block `here(step)` lies here after `step` hops, and then goes to the next member."""
 
-    def __init__(self, lane: Lane) -> None:
-        self.lane, self.hops, self.laps = lane, lane.lap_size, lane.size // lane.lap_size
-        self.outer, self.inner = divmod(lane.me, lane.lap_size)
-        self.steps = self.hops * self.laps
-        nested = self.laps > 1
-        self.hop_comm = "cp_inner" if nested else lane.comm
-        self.home_comm = "cp" if nested else lane.comm
-        kept = lane.dealt.kept
-        self.routes: list[Route] = kept.get(("routes", self.hops)) or kept.setdefault(
-            ("routes", self.hops), [Route(lane.dealt, self.hops, home) for home in range(lane.size)]
-        )
+    def __init__(self, w: Writer, lane: Lane) -> None:
+        self.w, self.lane, kept = w, lane, lane.dealt.kept
+        if "blocks" not in kept:
+            kept["blocks"] = [Block(lane.dealt, home) for home in range(lane.size)]
+        self.blocks: list[Block] = kept["blocks"]
 
-    @property
-    def own(self) -> Route:
-        return self.routes[self.lane.me]
-
-    def route(self, lap: int, hop: int) -> Route:
-        return self.routes[(self.outer - lap) % self.laps * self.hops + (self.inner - hop) % self.hops]
-
-    def here(self, step: int) -> tuple[Route, int, int]:
-        lap, hop = divmod(step, self.hops)
-        return self.route(lap, hop), lap, hop
+    def here(self, step: int) -> Block:
+        return self.blocks[(self.lane.me - step) % self.lane.size]
 
     def held(self, step: int) -> str:
-        """The buffer of the keys that lie here at `step`."""
+        """The buffer of the keys that lie here."""
         return f"kv{step}" if step else self.lane.names["kv"]
 
+    def declare(self, name: str, kind: str, tokens: TokenSet, home: int) -> str:
+        room, exact = self.lane.sets[home].count, kind == "grad_kv"
+        return self.w.buffer(name, kind, tokens, self.lane.key_heads, exact, capacity=room)  # pyright: ignore[reportArgumentType]
 
-def _declare(w: Writer, clock: _Clock, name: str, tokens: TokenSet, home: int, kind: str = "kv") -> str:
-    lane = clock.lane
-    return w.buffer(name, kind, tokens, lane.key_heads, kind == "grad_kv", capacity=lane.sets[home].count)  # pyright: ignore[reportArgumentType]
-
-
-Sides = tuple[list[Message], list[Message]]
-
-
-def _move(w: Writer, clock: _Clock, source: tuple[int, int], target: tuple[int, int]) -> Sides:
-    """The messages that bring blocks from their place at `source` = (lap, hop) to `target`."""
-    lane, sends, recvs = clock.lane, [], []
-    leaving, coming = clock.route(*source), clock.route(*target)
-    if leaving.travels(*target):
-        held = clock.held(source[0] * clock.hops + source[1])
-        sends.append(lane.message(leaving.at(*target), "kv", held, leaving.carried(*target)))
-    if coming.travels(*target):
-        tokens = coming.carried(*target)
-        name = _declare(w, clock, clock.held(target[0] * clock.hops + target[1]), tokens, coming.home)
-        recvs.append(lane.message(coming.at(*source), "kv", name, tokens))
-    return sends, recvs
-
-
-def _next_hop(w: Writer, clock: _Clock, step: int) -> Sides:
-    lap, hop = divmod(step, clock.hops)
-    return _move(w, clock, (lap, hop), (lap, hop + 1)) if step < clock.steps and hop + 1 < clock.hops else ([], [])
-
-
-def _next_lap(w: Writer, clock: _Clock, lap: int) -> Wait | None:
-    """At a lap's start: the blocks go to the next lap, while this one runs."""
-    if lap + 1 >= clock.laps:
-        return None
-    return w.post(lap, "cp_outer", *_move(w, clock, (lap, 0), (lap + 1, 0)))
-
-
-def _end_lap(w: Writer, clock: _Clock, lap: int, pending: Wait | None) -> None:
-    w.wait(pending)
-    if clock.route(lap, 0).travels(lap, 0):
-        w.free(clock.held(lap * clock.hops))
+    def hop(self, step: int) -> tuple[list[Message], list[Message]]:
+        """The messages that bring each block one hop on."""
+        sends, recvs, lane = [], [], self.lane
+        leaving, coming = self.here(step), self.here(step + 1)
+        if step + 1 <= leaving.last:
+            sends.append(lane.message(leaving.at(step + 1), "kv", self.held(step), leaving.carried(step + 1)))
+        if step + 1 <= coming.last:
+            tokens = coming.carried(step + 1)
+            name = self.declare(self.held(step + 1), "kv", tokens, coming.home)
+            recvs.append(lane.message(coming.at(step), "kv", name, tokens))
+        return sends, recvs
 
 
 def forward(w: Writer, lane: Lane) -> None:
     """A member's steps: post the next hop, attend the block that lies here, wait."""
-    clock, next_lap = _Clock(lane), None
-    for step in range(clock.steps):
-        route, lap, hop = clock.here(step)
-        if hop == 0:
-            next_lap = _next_lap(w, clock, lap)
-        next_hop = w.post(step, clock.hop_comm, *_next_hop(w, clock, step))
+    ring = _Ring(w, lane)
+    for step in range(lane.size):
+        block = ring.here(step)
+        pending = w.post(step, lane.comm, *ring.hop(step))
         if step == 0:
             lane.attend_own(w)
-        elif hop in route.viewers[lap]:
-            held, tokens = clock.held(step), route.carried(lap, hop)
-            w.attend(lane.names["q"], held, lane.names["acc"], lane.mine, tokens, lane.heads)
-        w.wait(next_hop)
-        if hop and route.travels(lap, hop):
-            w.free(clock.held(step))
-        if hop == clock.hops - 1:
-            _end_lap(w, clock, lap, next_lap)
+        elif step in block.viewers:
+            w.attend(lane.names["q"], ring.held(step), lane.names["acc"], lane.mine, block.carried(step), lane.heads)
+        w.wait(pending)
+        if 0 < step <= block.last:
+            w.free(ring.held(step))
 
 
 def backward(w: Writer, lane: Lane) -> None:
     """The same, with sums of gradients following the keys; one step more, in which the last sums come home."""
-    clock, next_lap, going_home = _Clock(lane), None, None
-    sums = _Sums(w, clock)
-    for step in range(clock.steps + 1):
-        route, lap, hop = clock.here(step)
-        within = step < clock.steps
-        if within and hop == 0:
-            next_lap = _next_lap(w, clock, lap)
-        sends, recvs = _next_hop(w, clock, step)
-        pending = w.post(step, clock.hop_comm, sends + sums.sends[step], recvs + sums.recvs[step])
-        if clock.laps > 1 and (sums.returns[step] or sums.homes[step]):
-            sums.land(going_home)  # a sum has a lap's time to come home in
-            going_home = step, w.post(step, clock.home_comm, sums.returns[step], sums.homes[step])
+    ring = _Ring(w, lane)
+    sums = _Sums(ring)
+    for step in range(lane.size + 1):
+        block = ring.here(step)
+        sends, recvs = ring.hop(step)
+        pending = w.post(step, lane.comm, sends + sums.sends[step], recvs + sums.recvs[step])
         if step == 0:
             lane.attend_own_backward(w)
-        elif within and hop in route.viewers[lap]:
-            held, tokens = clock.held(step), route.carried(lap, hop)
-            name = _declare(w, clock, f"grad_kv{step}", tokens, route.home, "grad_kv")
-            lane.backward(w, lane.mine, tokens, kv=held, grad_kv=name)
+        elif step in block.viewers and step < lane.size:
+            tokens = block.carried(step)
+            name = ring.declare(f"grad_kv{step}", "grad_kv", tokens, block.home)
+            lane.backward(w, lane.mine, tokens, kv=ring.held(step), grad_kv=name)
         w.wait(pending)
         sums.settle(step)
-        if within and hop and route.travels(lap, hop):
-            w.free(clock.held(step))
-        if within and hop == clock.hops - 1:
-            _end_lap(w, clock, lap, next_lap)
-    sums.land(going_home)
+        if 0 < step <= block.last:
+            w.free(ring.held(step))
 
 
 class _Sums:
     """Where gradients of travelling keys go: per step, what is sent and received, and what is then added.
 
-    Each lap of a block makes one sum, begun by its first viewer. It reaches the next viewer in the batch of that one's
-    own step, and goes home in the batch after the last one's step.
+    A block's sum is begun by its first viewer. It reaches the next viewer in the batch of that one's own step, and goes
+    home in the batch after the last one's step.
     """
 
-    def __init__(self, w: Writer, clock: _Clock) -> None:
-        self.w, self.clock = w, clock
+    def __init__(self, ring: _Ring) -> None:
+        self.ring, lane = ring, ring.lane
         self.sends: dict[int, list[Message]] = defaultdict(list)
         self.recvs: dict[int, list[Message]] = defaultdict(list)
-        self.returns: dict[int, list[Message]] = defaultdict(list)
-        self.homes: dict[int, list[Message]] = defaultdict(list)
-        if clock.home_comm == clock.hop_comm:
-            self.returns, self.homes = self.sends, self.recvs
-        for step in range(1, clock.steps):
-            self._follow(step)
-        for lap, chain in enumerate(clock.own.viewers):
-            if chain:
-                tokens = clock.own.carried(lap, chain[0])
-                name = _declare(w, clock, f"home{lap}", tokens, clock.lane.me, "grad_kv")
-                message = clock.lane.message(clock.own.at(lap, chain[-1]), "grad_kv", name, tokens, exact=True)
-                self.homes[lap * clock.hops + chain[-1] + 1].append(message)
+        self.sums: dict[int, str] = {}  # step -> the sum that comes in then, to be added to and sent on
+        self.homes: dict[int, str] = {}  # step -> the sum of this member's own block
+        for step in range(1, lane.size):
+            if step in ring.here(step).viewers:
+                self._follow(step, ring.here(step))
+        own = ring.here(0)
+        if own.viewers:
+            tokens, step = own.carried(own.viewers[0]), own.last + 1
+            self.homes[step] = ring.declare("home", "grad_kv", tokens, lane.me)
+            self.recvs[step].append(lane.message(own.at(own.last), "grad_kv", "home", tokens, exact=True))
 
-    def _follow(self, step: int) -> None:
-        """What becomes of the sum of the block that lies here at `step`, if this member adds to it."""
-        clock, lane = self.clock, self.clock.lane
-        route, lap, hop = clock.here(step)
-        chain = route.viewers[lap]
-        if hop not in chain:
-            return
-        place, tokens = chain.index(hop), route.carried(lap, chain[0])
-        name = f"sum{step}" if place else f"grad_kv{step}"
+    def _follow(self, step: int, block: Block) -> None:
+        """What becomes of the sum of the block that lies here at `step`, to which this member adds."""
+        lane, place, tokens = self.ring.lane, block.viewers.index(step), block.carried(block.viewers[0])
+        name = f"grad_kv{step}"
         if place:
-            _declare(self.w, clock, name, tokens, route.home, "grad_kv")
-            before = route.at(lap, chain[place - 1])
+            name = self.sums[step] = self.ring.declare(f"sum{step}", "grad_kv", tokens, block.home)
+            before = block.at(block.viewers[place - 1])
             self.recvs[step].append(lane.message(before, "grad_kv", name, tokens, exact=True))
-        if hop == chain[-1]:
-            self.returns[step + 1].append(lane.message(route.home, "grad_kv", name, tokens, exact=True))
-        else:
-            after = chain[place + 1]
-            message = lane.message(route.at(lap, after), "grad_kv", name, tokens, exact=True)
-            self.sends[lap * clock.hops + after].append(message)
+        # on to the next viewer, in the batch of its step; or home
+        after = step + 1 if step == block.last else block.viewers[place + 1]
+        peer = block.home if step == block.last else block.at(after)
+        self.sends[after].append(lane.message(peer, "grad_kv", name, tokens, exact=True))
 
     def settle(self, step: int) -> None:
-        """After the hop's batch of `step`: add what came in, let go of what was sent."""
-        w, clock = self.w, self.clock
-        if self.homes is self.recvs:
-            self._add_homes(step)
+        """After the batch of `step`: add what came in, let go of what was sent."""
+        w = self.ring.w
+        if step in self.homes:
+            w.add(self.homes[step], self.ring.lane.names["grad_kv"])
+            w.free(self.homes[step])
         w.free(*(message.buffer for message in self.sends[step]))
-        if 0 < step < clock.steps and any(m.buffer == f"sum{step}" for m in self.recvs[step]):
-            w.add(f"grad_kv{step}", f"sum{step}")
+        if step in self.sums:
+            w.add(f"grad_kv{step}", self.sums[step])
             w.free(f"grad_kv{step}")
 
-    def land(self, going: tuple[int, Wait | None] | None) -> None:
-        """On two levels: wait for the sums that set out for home at a step, and add those of this member."""
-        if going is not None:
-            step, pending = going
-            self.w.wait(pending)
-            self._add_homes(step)
-            self.w.free(*(message.buffer for message in self.returns[step]))
 
-    def _add_homes(self, step: int) -> None:
-        for message in self.homes[step]:
-            if message.buffer.startswith("home"):  # on a plain ring the batch holds sums on their way, too
-                self.w.add(message.buffer, self.clock.lane.names["grad_kv"])
-                self.w.free(message.buffer)
-
-
-RING = Exchange(forward, backward, "Ring Attention, arXiv 2310.01889; two levels: LoongTrain, arXiv 2406.18485")
+RING = Exchange(forward, backward, "Ring Attention, arXiv 2310.01889")

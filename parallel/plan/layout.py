@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.mask_spec import CAUSAL, MaskSpec
+
 _FORMAT = 1
 
 
@@ -185,24 +187,13 @@ class PackedLayout:
         out[self._token_index()] = False
         return out
 
-    def pairs(self, causal: bool = True, window: int | None = None) -> int:
+    def pairs(self, mask: MaskSpec = CAUSAL) -> int:
         """Number of (query, key) pairs that attention over these documents may use, in closed form.
 
-        A window of w keeps a query's own position and the w - 1 before it, and as many after it when not causal.
-        A Python int: a document of L tokens has L (L + 1) / 2 pairs, and sums over documents must not wrap.
-
-        Raises:
-            ValueError: a window below 1.
+        A Python int: a document of L tokens has L (L + 1) / 2 causal pairs, and sums over documents must not wrap.
         """
-        if window is not None and window < 1:
-            raise ValueError(f"window={window}; give at least 1 (a query's own position), or None for no window")
         sizes, counts = np.unique(self.lengths, return_counts=True)
-        total = 0
-        for length, count in zip(sizes.tolist(), counts.tolist()):
-            reach = (length if window is None else min(window, length)) - 1
-            one_side = reach * length - reach * (reach + 1) // 2
-            total += count * (length + (one_side if causal else 2 * one_side))
-        return total
+        return sum(count * mask.pairs(length) for length, count in zip(sizes.tolist(), counts.tolist()))
 
     def select_rows(self, start: int, stop: int) -> "PackedLayout":
         """The layout of rows `start` to `stop` (half-open) as a buffer of their own; the row length stays.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.mask_spec import MaskSpec
 from parallel.plan.ir import (
     CLASSES,
     Attend,
@@ -21,7 +22,8 @@ from parallel.plan.ir import (
     token_bytes,
 )  # fmt: skip
 from parallel.plan.placement import Placement
-from parallel.plan.visibility import MaskSpec, Visibility
+from parallel.plan.serial import plan_from_json, plan_to_json
+from parallel.plan.visibility import Visibility
 
 DIRECTIONS = ("forward", "backward")
 
@@ -127,16 +129,12 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` reads it back."""
-        from parallel.plan.serial import plan_to_json
-
         return plan_to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
         """Read `to_json`'s text. ValueError where it is no plan, or one of another format."""
-        from parallel.plan.serial import plan_from_json
-
-        return plan_from_json(text)
+        return plan_from_json(text, cls)
 
 
 def message_bytes(message: Message, shape: AttentionShape) -> list[tuple[str, int]]:

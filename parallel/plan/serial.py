@@ -1,11 +1,13 @@
 """Plans as JSON: token sets in one table, each step a short list, so that a plan of a million tokens stays readable."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
+from kernels.mask_spec import MaskSpec
 from parallel.plan.ir import (
     Add,
     Attend,
@@ -25,9 +27,7 @@ from parallel.plan.ir import (
 from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import MeshSpec
 from parallel.plan.placement import Placement
-from parallel.plan.plan import Plan
 from parallel.plan.tokens import TokenSet
-from parallel.plan.visibility import MaskSpec
 
 FORMAT = 1
 STEPS: dict[str, type] = {
@@ -49,8 +49,8 @@ class _Table:
         return self.numbers[tokens.key]
 
 
-def plan_to_json(plan: Plan) -> str:
-    """The plan as JSON text."""
+def plan_to_json(plan: Any) -> str:
+    """The JSON text of a `parallel.plan.plan.Plan`, which is built on this file."""
     table = _Table()
 
     def plain(value: Any) -> Any:
@@ -95,8 +95,12 @@ def plan_to_json(plan: Plan) -> str:
     )
 
 
-def plan_from_json(text: str) -> Plan:
-    """Read `plan_to_json`'s text. ValueError where it is no plan of this format, or its hash does not fit."""
+def plan_from_json(text: str, make: Callable[..., Any]) -> Any:
+    """Read `plan_to_json`'s text, and make a plan of its fields (`parallel.plan.plan` is built on this file).
+
+    Raises:
+        ValueError: no plan of this format, or one whose hash does not fit.
+    """
     try:
         raw = json.loads(text)
     except ValueError as error:
@@ -105,7 +109,7 @@ def plan_from_json(text: str) -> Plan:
         found = raw.get("format") if isinstance(raw, dict) else type(raw).__name__
         raise ValueError(f"not a plan of format {FORMAT} (found {found!r}); write it again with to_json")
     try:
-        plan = _read(raw)
+        plan = make(**_read(raw))
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"the plan's JSON is damaged: {type(error).__name__} {error}") from error
     if plan.hash != raw["hash"]:
@@ -113,7 +117,7 @@ def plan_from_json(text: str) -> Plan:
     return plan
 
 
-def _read(raw: dict[str, Any]) -> Plan:
+def _read(raw: dict[str, Any]) -> dict[str, Any]:
     sets = [TokenSet(np.array(ranges, np.int64).reshape(-1, 3)) for ranges in raw["tokens"]]
 
     def tokens(value: Any) -> Any:
@@ -141,12 +145,12 @@ def _read(raw: dict[str, Any]) -> Plan:
 
     layout = PackedLayout.from_json(json.dumps(raw["layout"]))
     units = tuple(sets[number] for number in raw["units"])
-    return Plan(
-        raw["axes"],
-        Placement(layout, MeshSpec(**raw["mesh"]), units, raw["split"], raw["groups"]),
-        AttentionShape(**raw["shape"]),
-        MaskSpec(**raw["mask"]),
-        tuple(program(one) for one in raw["forward"]),
-        tuple(program(one) for one in raw["backward"]),
-        raw["sends_only_needed"],
-    )
+    return {
+        "axes": raw["axes"],
+        "placement": Placement(layout, MeshSpec(**raw["mesh"]), units, raw["split"], raw["groups"]),
+        "shape": AttentionShape(**raw["shape"]),
+        "mask": MaskSpec(**raw["mask"]),
+        "forward": tuple(program(one) for one in raw["forward"]),
+        "backward": tuple(program(one) for one in raw["backward"]),
+        "sends_only_needed": raw["sends_only_needed"],
+    }

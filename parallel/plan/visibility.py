@@ -1,7 +1,8 @@
-"""Who sees whom, in closed form on token ranges: the mask of a packed batch without a list of its tokens.
+"""Who sees whom between sets of tokens, in closed form on their ranges: a mask over a packed batch, never its tokens.
 
-A query at position p of a document sees the document's keys in [p - window + 1, p], and as far after it where the mask
-is not causal. Padding sees nothing and nobody sees it.
+`kernels.mask_spec` says who sees whom in one document, piece by piece. In a piece, keys and queries are held against
+each other cell by cell: a cell is a document, or a chunk of one, cut to the piece's queries and to its keys. Padding
+sees nothing and nobody sees it.
 
     >>> sight = Visibility(PackedLayout.from_lengths([4, 6]), MaskSpec())
     >>> sight.pairs(TokenSet.of((2, 7)), TokenSet.of((0, 10)))
@@ -9,49 +10,30 @@ is not causal. Padding sees nothing and nobody sees it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.mask_spec import UNBOUNDED, MaskSpec, Piece
 from parallel.plan.layout import PackedLayout
 from parallel.plan.tokens import EMPTY, Spans, TokenSet, join_spans
 
 Ints = NDArray[np.int64]
-UNBOUNDED = 2**40  # a reach longer than any sequence
 
 
-@dataclass(frozen=True)
-class MaskSpec:
-    """The mask inside a document: causal or not; `window` keeps a query's own position and window - 1 before it (and
-    as many after it when not causal). ValueError for a window below 1."""
+class Spaces(NamedTuple):
+    """Ascending disjoint spaces of the buffer, some of them empty: documents, or a piece's queries or keys in each."""
 
-    causal: bool = True
-    window: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ValueError(
-                f"window={self.window} hides a query's own position; use at least 1, or None for no window"
-            )
-
-    @property
-    def before(self) -> int:
-        """Positions before its own that a query sees at most."""
-        return UNBOUNDED if self.window is None else self.window - 1
-
-    @property
-    def after(self) -> int:
-        """Positions after its own that a query sees at most."""
-        return 0 if self.causal else self.before
+    starts: Ints
+    stops: Ints
 
 
 class Segments(NamedTuple):
-    """Parts of token ranges that lie in one document each: document, first token, stride, number of tokens."""
+    """Parts of token ranges that lie in one space each: its number, first token, stride, number of tokens."""
 
-    document: Ints
+    space: Ints
     start: Ints
     stride: Ints
     size: Ints
@@ -61,14 +43,43 @@ class Segments(NamedTuple):
         return self.start + (self.size - 1) * self.stride
 
 
+class _Cells:
+    """A piece of the mask over a layout: `queries` and `keys` are what the piece holds of each cell."""
+
+    def __init__(self, documents: Spaces, piece: Piece) -> None:
+        self.piece = piece
+        cells, begin = documents, documents.starts
+        if piece.chunk is not None:
+            each = -(-(documents.stops - documents.starts) // piece.chunk)
+            begin, end = (np.repeat(side, each) for side in documents)
+            starts = begin + (np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)) * piece.chunk
+            cells = Spaces(starts, np.minimum(starts + piece.chunk, end))
+        self.queries = _cut_spaces(cells, begin, piece.q_start, piece.q_stop)
+        self.keys = _cut_spaces(cells, begin, piece.k_start, piece.k_stop)
+
+
+def _cut_spaces(spaces: Spaces, begin: Ints, first: int, stop: int) -> Spaces:
+    """What of each space lies at positions [first, stop), counted from `begin`."""
+    if first <= 0 and stop == UNBOUNDED:
+        return spaces
+    stops = np.minimum(spaces.stops, begin + stop).clip(min=spaces.starts)
+    return Spaces(np.maximum(spaces.starts, begin + max(first, 0)).clip(max=stops), stops)
+
+
 class Visibility:
     """The allowed (query, key) pairs of `mask` over `layout`. Answers about the same sets are kept."""
 
     def __init__(self, layout: PackedLayout, mask: MaskSpec) -> None:
         self.layout, self.mask = layout, mask
-        self._segments: dict[bytes, Segments] = {}
+        self._spaces = Spaces(layout.starts, layout.stops)
+        self._segments: dict[tuple[bytes, int], Segments] = {}
         self._reach: dict[tuple[bytes, bool], Spans] = {}
         self._edges: dict[bytes, tuple[Ints, Ints, Ints]] = {}
+
+    @cached_property
+    def _cells(self) -> list[list[_Cells]]:
+        """Of each band, those of its pieces."""
+        return [[_Cells(self._spaces, piece) for piece in band.pieces] for band in self.mask.bands]
 
     @cached_property
     def documents(self) -> TokenSet:
@@ -86,9 +97,13 @@ class Visibility:
 
     def segments(self, tokens: TokenSet) -> Segments:
         """`tokens` cut at the documents' ends, padding left out; in the set's order."""
-        found = self._segments.get(tokens.key)
+        return self._cut(tokens, self._spaces)
+
+    def _cut(self, tokens: TokenSet, spaces: Spaces) -> Segments:
+        key = (tokens.key, id(spaces))
+        found = self._segments.get(key)
         if found is None:
-            found = self._segments[tokens.key] = _cut(tokens, self.layout)
+            found = self._segments[key] = _cut(tokens, spaces)
         return found
 
     def reach(self, tokens: TokenSet, as_queries: bool = True) -> Spans:
@@ -96,16 +111,23 @@ class Visibility:
         known = self._reach.get((tokens.key, as_queries))
         if known is not None:
             return known
-        before, after = (self.mask.before, self.mask.after) if as_queries else (self.mask.after, self.mask.before)
-        parts = self.segments(tokens)
+        found = [self._piece_reach(cells, tokens, as_queries) for band in self._cells for cells in band]
+        spans = join_spans(found[0] if len(found) == 1 else np.concatenate(found))
+        self._reach[(tokens.key, as_queries)] = spans
+        return spans
+
+    def _piece_reach(self, cells: _Cells, tokens: TokenSet, as_queries: bool) -> Spans:
+        """Spans in any order, perhaps empty ones among them."""
+        piece = cells.piece
+        before, after = (piece.before, piece.after) if as_queries else (piece.after, piece.before)
+        here, there = (cells.queries, cells.keys) if as_queries else (cells.keys, cells.queries)
+        parts = self._cut(tokens, here)
         gaps = parts.stride > before + after + 1  # here one span per token is exact, and one per segment is not
         if gaps.any():
             parts = _split(parts, gaps)
-        low = np.maximum(parts.start - before, self.layout.starts[parts.document])
-        high = np.minimum(parts.last + after + 1, self.layout.stops[parts.document])
-        spans = join_spans(np.stack([low, high], 1))
-        self._reach[(tokens.key, as_queries)] = spans
-        return spans
+        low = np.maximum(parts.start - before, there.starts[parts.space])
+        high = np.minimum(parts.last + after + 1, there.stops[parts.space])
+        return np.stack([low, high], 1)
 
     def needed_keys(self, queries: TokenSet, keys: TokenSet) -> TokenSet:
         """Those of `keys`, in order, that some query in `queries` sees."""
@@ -119,7 +141,7 @@ class Visibility:
         """Whether some query in `queries` sees some key in `keys`."""
         if queries.count == 0 or keys.count == 0:
             return False
-        if self.mask.window is None and self.mask.causal:
+        if self.mask.plain:
             (qdoc, _, qlast), (kdoc, kfirst, _) = self._document_edges(queries), self._document_edges(keys)
             at = np.searchsorted(kdoc, qdoc).clip(max=max(len(kdoc) - 1, 0))
             return len(kdoc) > 0 and bool(((kdoc[at] == qdoc) & (kfirst[at] <= qlast)).any())
@@ -127,7 +149,7 @@ class Visibility:
 
     def any_of(self, queries: Sequence[TokenSet], keys: Sequence[TokenSet]) -> NDArray[np.bool_]:
         """[queries, keys]: `any` of each pair of ascending sets."""
-        if self.mask.window is not None or not self.mask.causal:
+        if not self.mask.plain:
             return self._any_in_reach(queries, keys)
         first = np.full((len(keys), self.layout.num_documents), UNBOUNDED)
         last = np.full((len(queries), self.layout.num_documents), -1)
@@ -163,8 +185,8 @@ class Visibility:
         found = self._edges.get(tokens.key)
         if found is None:
             parts = self.segments(tokens)
-            document, first = np.unique(parts.document, return_index=True)
-            last = np.append(first, len(parts.document))[1:] - 1
+            document, first = np.unique(parts.space, return_index=True)
+            last = np.append(first, len(parts.space))[1:] - 1
             found = self._edges[tokens.key] = (document, parts.start[first], parts.last[last])
         return found
 
@@ -173,10 +195,17 @@ class Visibility:
         return self.pairs(queries, self.documents)
 
     def pairs(self, queries: TokenSet, keys: TokenSet) -> int:
-        """Allowed pairs between two ascending sets, counted segment by segment."""
-        q, k = self.segments(queries), self.segments(keys)
-        low = np.searchsorted(k.document, q.document, side="left")
-        high = np.searchsorted(k.document, q.document, side="right")
+        """Allowed pairs between two ascending sets."""
+        return sum(self.band_pairs(queries, keys))
+
+    def band_pairs(self, queries: TokenSet, keys: TokenSet) -> list[int]:
+        """Allowed pairs of each band between two ascending sets, counted segment by segment."""
+        return [sum(self._piece_pairs(cells, queries, keys) for cells in band) for band in self._cells]
+
+    def _piece_pairs(self, cells: _Cells, queries: TokenSet, keys: TokenSet) -> int:
+        q, k = self._cut(queries, cells.queries), self._cut(keys, cells.keys)
+        low = np.searchsorted(k.space, q.space, side="left")
+        high = np.searchsorted(k.space, q.space, side="right")
         each = high - low
         total = 0
         # blocks of queries bound the memory: a document cut in a thousand parts has a million pairs of segments
@@ -184,32 +213,35 @@ class Visibility:
             n = each[first:stop]
             rows = np.repeat(np.arange(first, stop), n)
             cols = np.repeat(low[first:stop], n) + np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n)
-            total += self._segment_pairs(Segments(*(x[rows] for x in q)), Segments(*(x[cols] for x in k)))
+            total += _segment_pairs(Segments(*(x[rows] for x in q)), Segments(*(x[cols] for x in k)), cells.piece)
         return total
 
-    def _segment_pairs(self, q: Segments, k: Segments) -> int:
-        """Pairs summed over rows of segments that share a document."""
-        dense = k.stride == 1
-        aligned = dense | (q.stride % k.stride == 0)
-        if not aligned.all():
-            # seen from the keys, the same pairs are a progression where the keys' stride is the multiple
-            flipped = ~aligned & (k.stride % q.stride == 0)
-            ragged = ~aligned & ~flipped
-            total = self._progression_pairs(_rows(q, aligned), _rows(k, aligned), self.mask.before, self.mask.after)
-            total += self._progression_pairs(_rows(k, flipped), _rows(q, flipped), self.mask.after, self.mask.before)
-            for i in np.flatnonzero(ragged):
-                single = _split(_rows(q, np.array([i])), np.array([True]))
-                other = Segments(*(np.repeat(x[i], len(single.start)) for x in k))
-                total += self._progression_pairs(single, other, self.mask.before, self.mask.after)
-            return total
-        return self._progression_pairs(q, k, self.mask.before, self.mask.after)
 
-    def _progression_pairs(self, q: Segments, k: Segments, before: int, after: int) -> int:
-        """Pairs with q - before <= k <= q + after, where each q's stride is a multiple of its k's."""
-        upto = _count_upto(q, k, after)
-        if before < UNBOUNDED:
-            upto = upto - _count_upto(q, k, -before - 1)
-        return int(upto.sum())
+def _segment_pairs(q: Segments, k: Segments, piece: Piece) -> int:
+    """Pairs summed over rows of segments that share a cell."""
+    before, after = piece.before, piece.after
+    dense = k.stride == 1
+    aligned = dense | (q.stride % k.stride == 0)
+    if aligned.all():
+        return _progression_pairs(q, k, before, after)
+    # seen from the keys, the same pairs are a progression where the keys' stride is the multiple
+    flipped = ~aligned & (k.stride % q.stride == 0)
+    ragged = ~aligned & ~flipped
+    total = _progression_pairs(_rows(q, aligned), _rows(k, aligned), before, after)
+    total += _progression_pairs(_rows(k, flipped), _rows(q, flipped), after, before)
+    for i in np.flatnonzero(ragged):
+        single = _split(_rows(q, np.array([i])), np.array([True]))
+        other = Segments(*(np.repeat(x[i], len(single.start)) for x in k))
+        total += _progression_pairs(single, other, before, after)
+    return total
+
+
+def _progression_pairs(q: Segments, k: Segments, before: int, after: int) -> int:
+    """Pairs with q - before <= k <= q + after, where each q's stride is a multiple of its k's."""
+    upto = _count_upto(q, k, after)
+    if before < UNBOUNDED:
+        upto = upto - _count_upto(q, k, -before - 1)
+    return int(upto.sum())
 
 
 def _count_upto(q: Segments, k: Segments, shift: int) -> Ints:
@@ -222,18 +254,19 @@ def _count_upto(q: Segments, k: Segments, shift: int) -> Ints:
     return n * base + slope * ((begin + end - 1) * n // 2) + (q.size - end) * k.size
 
 
-def _cut(tokens: TokenSet, layout: PackedLayout) -> Segments:
+def _cut(tokens: TokenSet, spaces: Spaces) -> Segments:
+    """The parts of a set in each space, in the set's order."""
     start, stop, stride = tokens.ranges.T
-    low = np.searchsorted(layout.stops, start, side="right")
-    high = np.searchsorted(layout.starts, stop, side="left")
+    low = np.searchsorted(spaces.stops, start, side="right")
+    high = np.searchsorted(spaces.starts, stop, side="left")
     n = np.maximum(high - low, 0)
     row = np.repeat(np.arange(len(start)), n)
-    document = np.repeat(low, n) + np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n)
-    behind = np.maximum(layout.starts[document] - start[row], 0)
+    space = np.repeat(low, n) + np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n)
+    behind = np.maximum(spaces.starts[space] - start[row], 0)
     first = start[row] + (behind + stride[row] - 1) // stride[row] * stride[row]
-    size = (np.minimum(stop[row], layout.stops[document]) - first + stride[row] - 1) // stride[row]
+    size = (np.minimum(stop[row], spaces.stops[space]) - first + stride[row] - 1) // stride[row]
     keep = size > 0
-    return Segments(document[keep], first[keep], stride[row][keep], size[keep])
+    return Segments(space[keep], first[keep], stride[row][keep], size[keep])
 
 
 def _split(parts: Segments, which: NDArray[np.bool_]) -> Segments:
@@ -243,9 +276,7 @@ def _split(parts: Segments, which: NDArray[np.bool_]) -> Segments:
     within = np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n)
     alone = which[row]
     start = parts.start[row] + np.where(alone, within * parts.stride[row], 0)
-    return Segments(
-        parts.document[row], start, np.where(alone, 1, parts.stride[row]), np.where(alone, 1, parts.size[row])
-    )
+    return Segments(parts.space[row], start, np.where(alone, 1, parts.stride[row]), np.where(alone, 1, parts.size[row]))
 
 
 def _rows(parts: Segments, which: NDArray[np.bool_] | Ints) -> Segments:

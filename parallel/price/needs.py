@@ -15,9 +15,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.mask_spec import MaskSpec
 from parallel.plan.layout import PackedLayout
 from parallel.plan.tokens import TokenSet
-from parallel.plan.visibility import MaskSpec, Visibility
+from parallel.plan.visibility import Visibility
 
 Ints = NDArray[np.int64]
 

@@ -72,25 +72,26 @@ class _Prices:
             )
         self.plan, self.cluster, self.shape = plan, cluster, plan.shape
         self.per_pair: dict[str, float] = dict(zip(DIRECTIONS, cluster.seconds_per_pair(plan.shape)))
-        self._pairs: dict[tuple[bytes, bytes], float] = {}
+        self._pairs: dict[tuple[bytes, bytes], tuple[float, int]] = {}
         self._last: dict[bytes, TokenSet] = {}
 
     def block(self, step: Attend | AttendBackward, direction: str) -> float:
         """Seconds of a block of attention."""
         share = (step.heads[1] - step.heads[0]) / self.shape.H
-        return (
-            self._block_pairs(step.q_tokens, step.k_tokens) * share * self.per_pair[direction] + self.cluster.launch_s
-        )
+        pairs, launches = self._block(step.q_tokens, step.k_tokens)
+        return pairs * share * self.per_pair[direction] + launches * self.cluster.launch_s
 
-    def _block_pairs(self, q: TokenSet, k: TokenSet) -> float:
-        """Allowed pairs, and the short rows' on top."""
+    def _block(self, q: TokenSet, k: TokenSet) -> tuple[float, int]:
+        """Allowed pairs, and the short rows' on top; and a launch for each band that has some."""
         found = self._pairs.get((q.key, k.key))
         if found is None:
             if q.key not in self._last:
                 last = np.sort(self.plan.sight.segments(q).last)
                 self._last[q.key] = TokenSet.from_array(np.stack([last, last + 1, np.ones_like(last)], 1))
             sight = self.plan.sight
-            found = sight.pairs(q, k) + self.cluster.short_rows * sight.pairs(self._last[q.key], k)
+            pairs = sight.band_pairs(q, k)
+            launches = max(1, sum(map(bool, pairs)))
+            found = sum(pairs) + self.cluster.short_rows * sight.pairs(self._last[q.key], k), launches
             self._pairs[q.key, k.key] = found
         return found
 

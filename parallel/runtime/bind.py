@@ -1,12 +1,13 @@
 """A plan bound to one rank: token ranges turned into rows of buffers and into masks, once a batch, for all layers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.api import IntervalMask
+from kernels.mask import IntervalMask, position_masks
 from parallel.plan.ir import Buffer, Message, Program, fields_of, token_bytes, width_of
 from parallel.plan.plan import Plan
 from parallel.plan.tokens import TokenSet
@@ -43,7 +44,7 @@ class BoundPlan:
         self.shape = plan.shape
         self._rows: dict[tuple[bytes, bytes], Rows] = {}
         self._parts: dict[Buffer | Message, list[Part]] = {}
-        self._masks: dict[tuple[bytes, bytes], IntervalMask] = {}
+        self._masks: dict[tuple[bytes, bytes], Sequence[IntervalMask]] = {}
         self._starts = torch.from_numpy(plan.placement.layout.starts.copy())
         self._stops = torch.from_numpy(plan.placement.layout.stops.copy())
 
@@ -77,15 +78,15 @@ class BoundPlan:
             raise ValueError(f"{wanted} does not lie in one piece in a buffer of {held}; attend it block by block")
         return rows
 
-    def mask(self, q_tokens: TokenSet, k_tokens: TokenSet) -> IntervalMask:
-        """The mask of a block, on the device."""
+    def masks(self, q_tokens: TokenSet, k_tokens: TokenSet) -> Sequence[IntervalMask]:
+        """The bands of a block's mask, on the device; those that show it nothing are left out, but for the first."""
         key = (q_tokens.key, k_tokens.key)
         found = self._masks.get(key)
         if found is None:
-            mask = self.plan.mask
             q_at, k_at = token_index(q_tokens), token_index(k_tokens)
-            found = IntervalMask.from_positions(q_at, k_at, self._starts, self._stops, mask.causal, mask.window)
-            found = self._masks[key] = found.to(self.device)
+            bands = position_masks(self.plan.mask, q_at, k_at, self._starts, self._stops)
+            bands = [band for band in bands if band.pairs()] or bands[:1]
+            found = self._masks[key] = tuple(band.to(self.device) for band in bands)
         return found
 
     def parts(self, item: Buffer | Message) -> list[Part]:

@@ -243,17 +243,18 @@ class Execution:
         rows = self.bound.run(into.tokens, step.q_tokens)
         heads = slice(step.heads[0] - into.heads[0], step.heads[1] - into.heads[0])
         acc = self.get(step.into).tensors
-        self.rounds.forward(
-            self.get(step.q).tensors["q"][q_rows, q_heads],
-            kv["k"][k_rows, key_heads],
-            kv["v"][k_rows, key_heads],
-            self.bound.mask(step.q_tokens, step.k_tokens),
-            acc["out"][rows, heads],
-            acc["lse"][heads, rows],
-            self.options.scale,
-            self.options.softcap,
-            head_map,
-        )
+        for mask in self.bound.masks(step.q_tokens, step.k_tokens):
+            self.rounds.forward(
+                self.get(step.q).tensors["q"][q_rows, q_heads],
+                kv["k"][k_rows, key_heads],
+                kv["v"][k_rows, key_heads],
+                mask,
+                acc["out"][rows, heads],
+                acc["lse"][heads, rows],
+                self.options.scale,
+                self.options.softcap,
+                head_map,
+            )
 
     def _stats(self, step: StatsStep) -> None:
         acc, dout = self.get(step.partial).tensors, self.get(step.grad_out).tensors["dout"]
@@ -283,21 +284,22 @@ class Execution:
         first, stop = self.bound.shape.key_heads(step.heads)
         rows = self.bound.run(into_kv.tokens, step.k_tokens)
         heads = slice(first - into_kv.heads[0], stop - into_kv.heads[0])
-        grads = self.get(step.into_kv).tensors
-        self.rounds.backward(
-            self.get(step.q).tensors["q"][q_rows, q_heads],
-            kv["k"][k_rows, key_heads],
-            kv["v"][k_rows, key_heads],
-            self._own(step.grad_out, grad_out, step, "dout"),
-            self._stats_of(step),
-            self.bound.mask(step.q_tokens, step.k_tokens),
-            self._own(step.into_q, into_q, step, "dq"),
-            grads["dk"][rows, heads],
-            grads["dv"][rows, heads],
-            self.options.scale,
-            self.options.softcap,
-            head_map,
-        )
+        grads, stats = self.get(step.into_kv).tensors, self._stats_of(step)
+        for mask in self.bound.masks(step.q_tokens, step.k_tokens):
+            self.rounds.backward(
+                self.get(step.q).tensors["q"][q_rows, q_heads],
+                kv["k"][k_rows, key_heads],
+                kv["v"][k_rows, key_heads],
+                self._own(step.grad_out, grad_out, step, "dout"),
+                stats,
+                mask,
+                self._own(step.into_q, into_q, step, "dq"),
+                grads["dk"][rows, heads],
+                grads["dv"][rows, heads],
+                self.options.scale,
+                self.options.softcap,
+                head_map,
+            )
 
     def _own(self, name: str, buffer: Buffer, step: AttendBackward, field_name: str) -> Tensor:
         """A field of the block's queries and heads, as a view."""

@@ -89,10 +89,16 @@ def test_no_folder_is_a_bag():
 
 
 def test_planning_loads_no_torch():
-    heavy = "('torch', 'triton', 'hydra', 'kernels')"
-    code = f"import sys, parallel.strategy; print([m for m in {heavy} if m in sys.modules])"
+    """Of kernels nothing but the mask's rule."""
+    code = "import sys, parallel.strategy, parallel.auto; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    loaded = set(done.stdout.split())
+    assert not {"torch", "triton", "hydra"} & loaded
+    assert {name for name in loaded if name.split(".")[0] == "kernels"} == {"kernels", "kernels.mask_spec"}
+
+
+def test_the_masks_rule_needs_nothing_but_python():
+    assert {name.split(".")[0] for name in imported(ROOT / "kernels" / "mask_spec.py")} <= sys.stdlib_module_names
 
 
 def test_every_declared_dependency_is_imported():

@@ -102,7 +102,7 @@ def test_more_queries_than_keys_begin_blind() -> None:
         (([0, 5, 3],), "decreases from 5 .* to 3"),
         (([0, 2**31],), "2147483648 tokens, beyond int32"),
         (([0, 2], [0, 2, 3]), "1 documents and cu_seqlens_k 2"),
-        (([0, 2], None, True, 0), "window 0"),
+        (([0, 2], None, True, 0), "window=0"),
         (([0, 2], None, True, (-2, 0)), "below -1"),
         ((torch.tensor([0.0, 2.0]),), "float32"),
         ((torch.tensor([[0, 2]]),), "2-D"),

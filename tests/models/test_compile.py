@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 def run(decoder: Decoder, batch: tuple, valid: int = 16, autocast: bool = False) -> list[torch.Tensor]:
     """The loss of a batch as `packed` makes it, and the gradient of each parameter."""
     starts, stops, tokens, positions, labels = batch
-    attend = local_attend(starts, stops, tokens.shape[0], decoder.config.layer_windows())
+    attend = local_attend(starts, stops, tokens.shape[0], decoder.config.layer_masks())
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         loss = decoder.loss(tokens, positions, labels, attend, valid)
     return [loss.detach(), *torch.autograd.grad(loss, list(decoder.parameters()))]
@@ -52,7 +52,7 @@ def test_other_lengths_and_evaluation_make_few_more_graphs(tiny, packed):
         run(decoder, packed(lengths))
         starts, stops, tokens, positions, _ = packed(lengths)
         with torch.no_grad():
-            decoder(tokens, positions, local_attend(starts, stops, sum(lengths), decoder.config.layer_windows()))
+            decoder(tokens, positions, local_attend(starts, stops, sum(lengths), decoder.config.layer_masks()))
     assert graphs.frame_count <= 12  # two parts, with and without gradients, for one length, a single token, and any
 
 

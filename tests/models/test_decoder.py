@@ -95,7 +95,7 @@ def twin(tokens, config, weights):
 
 
 def attend_to(starts, stops, total, config: ModelConfig):
-    return local_attend(starts, stops, total, config.layer_windows(), backend="reference")
+    return local_attend(starts, stops, total, config.layer_masks(), backend="reference")
 
 
 def gradients(decoder, loss):
@@ -319,7 +319,7 @@ def test_auto_backend_trains_a_little(tiny, packed):
     config = tiny()
     decoder = Decoder(config, seed=3)
     starts, stops, tokens, positions, labels = packed([17, 1, 30])
-    attend = local_attend(starts, stops, 48, config.layer_windows())
+    attend = local_attend(starts, stops, 48, config.layer_masks())
     optimiser = torch.optim.AdamW(decoder.parameters(), lr=0.02)
     losses = []
     for _ in range(60):

@@ -1,13 +1,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from kernels.api import IntervalMask
+from kernels.mask_spec import MaskSpec
 from models.decoder import Decoder
-from models.flops import causal_pairs, flops_per_step, flops_per_token, parameter_count
+from models.flops import flops_per_step, flops_per_token, parameter_count
 
 
 def counted(config):
@@ -63,15 +61,6 @@ def test_published_non_embedding_total(load_preset):
     assert round(parameter_count(load_preset("qwen3_0_6b")).non_embedding / 1e9, 2) == 0.44  # its model card
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 12), max_size=5), st.none() | st.integers(1, 14))
-def test_pairs(lengths, window):
-    brute = sum(j <= i and (window is None or i - j < window) for n in lengths for i in range(n) for j in range(n))
-    assert causal_pairs(lengths, window) == brute
-    cumulative = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    assert IntervalMask.from_cu_seqlens(cumulative, window=window).pairs() == brute
-
-
 def test_flops_equal_what_torch_counts(small):
     """A step whose attention is dense over all T * T pairs, so that torch's own counter sees exactly those pairs."""
 
@@ -85,20 +74,20 @@ def test_flops_equal_what_torch_counts(small):
     with FlopCounterMode(display=False) as counter:
         hidden = decoder(tokens, torch.arange(T), attend)
         F.cross_entropy(decoder.logits(hidden), tokens).backward()
-    pairs = {window: T * T for window in small.layer_windows()}
+    pairs = {mask: T * T for mask in small.layer_masks()}
     assert counter.get_total_flops() == flops_per_step(small, T, pairs)
     assert flops_per_token(small, T, pairs) * T == pytest.approx(counter.get_total_flops())
 
 
 def test_flops_by_hand(load_preset):
     """GPT-2, 2 documents of 1024: 6 x 2048 x (12 x 12 x 768^2 + 50257 x 768) + 12 x 12 x 768 x 1,049,600."""
-    pairs = causal_pairs([1024, 1024])
+    pairs = 2 * MaskSpec().pairs(1024)
     assert pairs == 1_049_600
-    assert flops_per_step(load_preset("gpt2"), 2048, {None: pairs}) == 1_634_038_972_416
+    assert flops_per_step(load_preset("gpt2"), 2048, {MaskSpec(): pairs}) == 1_634_038_972_416
 
 
 def test_missing_pairs_and_no_tokens_are_refused(tiny):
-    with pytest.raises(ValueError, match=r"windows \[None\].*window 3"):
-        flops_per_step(tiny(window=[None, 3]), 10, {None: 5})
+    with pytest.raises(ValueError, match=r"causal, window 3.*counted for: causal;"):
+        flops_per_step(tiny(window=[None, 3]), 10, {MaskSpec(): 5})
     with pytest.raises(ValueError, match="tokens=0"):
-        flops_per_token(tiny(), 0, {None: 0})
+        flops_per_token(tiny(), 0, {MaskSpec(): 0})

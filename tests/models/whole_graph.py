@@ -39,7 +39,7 @@ def test_a_decoder_and_its_loss_are_one_graph_whatever_the_documents(tiny, packe
     compiled = torch.compile(decoder.loss, fullgraph=True, backend=graphs)
     for lengths in BATCHES * 2:
         starts, stops, tokens, positions, labels = packed(lengths)
-        attend = local_attend(starts, stops, 16, config.layer_windows())
+        attend = local_attend(starts, stops, 16, config.layer_masks())
         found = []
         for loss in (compiled, decoder.loss):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is torch.bfloat16):

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from kernels.api import IntervalMask, attention
+from kernels.mask_spec import MaskSpec
 from parallel.plan.ir import CLASSES, AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import MeshSpec
 from parallel.plan.plan import Plan
-from parallel.plan.visibility import MaskSpec
 from parallel.proof.verify import verify
 from parallel.runtime.loopback import LoopbackResult, run_loopback
 from parallel.sharding import SHARDINGS
 from parallel.strategy import EXCHANGES, Strategy, load_strategy, preset_names
+from tests.masks import allowed, dense_attention, masks
 
 TOLERANCE = 1e-10
 
@@ -75,12 +75,12 @@ def cases(draw: Any, names: list[str] | None = None) -> Case:
         inner = min(inner, key_heads * group)
     strategy = dataclasses.replace(strategy, dp=1, cp_outer=outer, cp_inner=inner)
     width = draw(st.sampled_from([4, 6]))
-    causal = preset.exchange == "helper" or draw(st.sampled_from([True, True, False]))
+    causal = True if preset.exchange == "helper" else None
     return Case(
         strategy,
         strategy.mesh(outer * inner, key_heads * group, key_heads),
         draw(layouts()),
-        MaskSpec(causal, draw(st.sampled_from([None, None, None, 1, 2, 5, 9]))),
+        draw(masks(causal)),
         AttentionShape(key_heads * group, key_heads, 4, width, "fp64"),
         draw(st.integers(0, 5)) == 0,
         draw(st.sampled_from([None, None, None, 0.7])),
@@ -106,24 +106,14 @@ def dense(
     layout: PackedLayout, mask: MaskSpec, inputs: list[torch.Tensor], sink: torch.Tensor | None, softcap: float | None
 ) -> dict[str, torch.Tensor]:
     """out, lse and gradients of one process, dense, in float64."""
-    q, k, v = (x.detach().double().requires_grad_() for x in inputs[:3])
-    whole = IntervalMask.from_documents(
-        layout.starts.tolist(), layout.stops.tolist(), layout.total_tokens, causal=mask.causal, window=mask.window
-    )
-    sink = None if sink is None else sink.detach().clone().requires_grad_()
-    out, lse = attention(q, k, v, whole, sink=sink, softcap=softcap, backend="reference")
-    (out * inputs[3].double()).sum().backward()
-    found = {"out": out.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    if sink is not None:
-        found["dsink"] = sink.grad
-    return {name: x for name, x in found.items() if x is not None}
+    return dense_attention(inputs, allowed(mask, layout), sink, softcap)
 
 
 def check(case: Case) -> None:
     """The plan verifies, survives JSON, and on loopback equals dense attention; bytes measured = bytes planned."""
     plan = plan_of(case)
     verify(plan)
-    assert abs(plan.work.sum() - case.layout.pairs(case.mask.causal, case.mask.window)) < 1e-6
+    assert abs(plan.work.sum() - case.layout.pairs(case.mask)) < 1e-6
     inputs = tensors(case.shape, case.layout.total_tokens)
     sink = torch.linspace(-1, 1, case.shape.H, dtype=torch.float64) if case.sink else None
     result = run_loopback(

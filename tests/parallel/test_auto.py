@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch.distributed as dist
 
+from kernels.mask_spec import MaskSpec
 from parallel.api import ContextParallel
 from parallel.auto import Resolved, candidate, candidates, resolve
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout
-from parallel.plan.visibility import MaskSpec
 from parallel.price.cluster import load_cluster
 from parallel.price.predict import predict_plan
 from parallel.proof.verify import verify
@@ -27,11 +27,16 @@ def auto(**axes: object) -> Strategy:
     return load_strategy("auto", dp=1, **axes)
 
 
-def choose(lengths: list[int], ranks: int = 8, shape: AttentionShape = SHAPE, windows: tuple[int | None, ...] = (None,),
-           causal: bool = True, **axes: object) -> Resolved:  # fmt: skip
+def choose(
+    lengths: list[int],
+    ranks: int = 8,
+    shape: AttentionShape = SHAPE,
+    masks: tuple[MaskSpec, ...] = (MaskSpec(),),
+    **axes: object,
+) -> Resolved:
     strategy = auto(**axes)
     mesh = strategy.mesh(ranks, shape.H, shape.Hkv)
-    return resolve(strategy, mesh, PackedLayout.from_lengths(lengths), shape, windows, causal)
+    return resolve(strategy, mesh, PackedLayout.from_lengths(lengths), shape, masks)
 
 
 def test_candidates_are_the_presets_that_split_a_sequence():
@@ -39,20 +44,20 @@ def test_candidates_are_the_presets_that_split_a_sequence():
 
 
 def test_every_candidate_that_fits_is_priced_and_the_cheapest_runs():
-    """Prices are those of plans made here one by one, each window's as often as layers have it."""
-    windows = (None, 64, 64)
-    found = choose(MIXED, windows=windows)
+    """Prices are those of plans made here one by one, each mask's as often as layers have it."""
+    masks = (MaskSpec(), MaskSpec(window=64), MaskSpec(window=64))
+    found = choose(MIXED, masks=masks)
     layout, cluster, expected = PackedLayout.from_lengths(MIXED), load_cluster("h100_8"), {}
     for name in candidates():
         strategy = load_strategy(name, dp=1)
         placement = strategy.shard(layout, strategy.mesh(8, SHAPE.H, SHAPE.Hkv), SHAPE)
-        plans = [strategy.plan(placement, SHAPE, MaskSpec(window=window)) for window in windows]
+        plans = [strategy.plan(placement, SHAPE, mask) for mask in masks]
         expected[name] = sum(predict_plan(plan, cluster).total_s for plan in plans)
     assert found.seconds == pytest.approx(expected)
     assert list(found.seconds) == sorted(found.seconds, key=lambda name: (found.seconds[name], name))
     assert found.strategy.name == min(expected, key=lambda name: (expected[name], name))
     assert found.runner_up == sorted(expected, key=lambda name: (expected[name], name))[1]
-    assert set(found.plans) == {None, 64}
+    assert set(found.plans) == set(masks)
     for plan in found.plans.values():
         verify(plan)
         assert list(plan.ranks) == list(range(8))
@@ -60,7 +65,7 @@ def test_every_candidate_that_fits_is_priced_and_the_cheapest_runs():
 
 def test_documents_that_fit_ranks_travel_nowhere():
     found = choose(SHORT)
-    assert sum(table.sum() - table.trace() for table in found.plans[None].bytes.values()) == 0
+    assert sum(table.sum() - table.trace() for table in found.plans[MaskSpec()].bytes.values()) == 0
     assert found.seconds[found.strategy.name] < found.seconds["ring"]
 
 
@@ -76,18 +81,18 @@ def test_choice_follows_the_batch_and_the_constants():
 def test_candidates_that_do_not_fit_are_left_out():
     few_heads = choose(MIXED, shape=AttentionShape(2, 1, 16, 16, "bf16"))
     assert "ulysses" not in few_heads.seconds and "ring" in few_heads.seconds
-    both_ways = choose(MIXED, causal=False)
+    both_ways = choose(MIXED, masks=(MaskSpec(causal=False),))
     assert "distflash" not in both_ways.seconds and "zigzag_ring" in both_ways.seconds
-    verify(both_ways.plans[None])
+    verify(both_ways.plans[MaskSpec(causal=False)])
 
 
 def test_buffers_are_kept_under_the_limit():
     """With the limit one byte under what the free choice takes, another one runs; with none at all, none can."""
     free = choose([2048])
-    peak = max(free.plans[None].peak_buffer_bytes(rank) for rank in range(8))
+    peak = max(free.plans[MaskSpec()].peak_buffer_bytes(rank) for rank in range(8))
     tight = choose([2048], buffer_bytes=peak - 1)
     assert free.strategy.name not in tight.seconds
-    assert max(tight.plans[None].peak_buffer_bytes(rank) for rank in range(8)) < peak
+    assert max(tight.plans[MaskSpec()].peak_buffer_bytes(rank) for rank in range(8)) < peak
     assert tight.seconds.items() < free.seconds.items()
     with pytest.raises(ValueError, match=r"no candidate fits 8 ranks.*ring: its buffers take \d+ bytes.*buffer_bytes"):
         choose([2048], buffer_bytes=0)
@@ -128,7 +133,7 @@ def test_replicas_stay():
 
 @pytest.mark.parametrize("lengths", [[], [1], [5, 1, 1]], ids=str)
 def test_few_tokens_on_many_ranks(lengths: list[int]):
-    verify(choose(lengths).plans[None])
+    verify(choose(lengths).plans[MaskSpec()])
 
 
 def decide(batches: list[list[int]]) -> list[tuple[str, list[tuple[str, float]], str]]:
@@ -138,7 +143,7 @@ def decide(batches: list[list[int]]) -> list[tuple[str, list[tuple[str, float]],
     cp = ContextParallel(strategy, mesh, Groups(mesh, dist.get_rank()), dist.get_rank())
     found = []
     for lengths in batches:
-        cp.bind(PackedLayout.from_lengths(lengths), shape, (None, 32))
+        cp.bind(PackedLayout.from_lengths(lengths), shape, (MaskSpec(), MaskSpec(window=32)))
         assert cp.resolved is not None
         plans = cp.resolved.plans.values()
         found.append((cp.resolved.strategy.name, list(cp.resolved.seconds.items()), "".join(p.hash for p in plans)))

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from kernels.mask_spec import MaskSpec
 from parallel.auto import resolve
 from parallel.plan.ir import Attend, AttendBackward, AttentionShape, Post, Wait
 from parallel.plan.layout import PackedLayout
 from parallel.plan.plan import Plan
-from parallel.plan.visibility import MaskSpec
 from parallel.proof.verify import verify
 from parallel.runtime.comm import Loopback, Parcel
 from parallel.runtime.loopback import run_loopback
@@ -20,6 +20,14 @@ from parallel.strategy import Strategy, load_strategy, preset_names
 from tests.parallel import cases as rig
 
 CAUSAL = MaskSpec()
+# each option alone and together, one band and two
+MASKS = [
+    CAUSAL,
+    MaskSpec(window=6),
+    MaskSpec(prefix=12),
+    MaskSpec(chunk=8, first=3),
+    MaskSpec(window=4, prefix=7, first=2),
+]
 PLAIN = [name for name in preset_names() if name != "auto"]
 MIXED = PackedLayout.from_lengths([21, 1, 1, 9, 2, 14], rows=[4, 2], row_length=33)
 
@@ -58,14 +66,14 @@ def planned(
     Hkv: int = 2,
 ) -> Plan:  # fmt: skip
     mesh, shape = strategy.mesh(1 if strategy.exchange == "none" else cp, H, Hkv), AttentionShape(H, Hkv, 8, 8, dtype)
-    return resolve(strategy, mesh, layout, shape, (mask.window,), mask.causal).plans[mask.window]
+    return resolve(strategy, mesh, layout, shape, (mask,)).plans[mask]
 
 
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("rules", ["strict", "late"])
 @pytest.mark.parametrize("name", preset_names())
-def test_preset_under_the_adversaries(name: str, rules: str, window: int | None):
-    plan = planned(on(name), 4, mask=MaskSpec(window=window))
+def test_preset_under_the_adversaries(name: str, rules: str, mask: MaskSpec):
+    plan = planned(on(name), 4, mask=mask)
     verify(plan)
     inputs = rig.tensors(plan.shape, MIXED.total_tokens)
     result = run_loopback(plan, *inputs, rules=rules, poison=True, backend="reference")

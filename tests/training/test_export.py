@@ -48,7 +48,7 @@ def trained(run: Path) -> Decoder:
 
 def logits(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     count = len(tokens)
-    attend = local_attend([0], [count], count, decoder.config.layer_windows())
+    attend = local_attend([0], [count], count, decoder.config.layer_masks())
     with torch.no_grad():
         return decoder.logits(decoder(tokens, torch.arange(count), attend))
 

@@ -169,7 +169,7 @@ def test_packed_row_equals_its_documents_one_by_one(make_config):
     total = 0.0
     tokens, labels = batch.tokens.flatten(), batch.labels.flatten()
     for start, stop in zip(batch.layout.starts.tolist(), batch.layout.stops.tolist()):
-        attend = local_attend([0], [stop - start], stop - start, config.model.layer_windows(), backend="reference")
+        attend = local_attend([0], [stop - start], stop - start, config.model.layer_masks(), backend="reference")
         one = single.loss(
             tokens[start:stop], torch.arange(stop - start), labels[start:stop], attend, valid_tokens=batch.label_tokens
         )

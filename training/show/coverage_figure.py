@@ -103,9 +103,13 @@ def _unseen(plan: Plan, sample: Ints) -> Ints:
     document = np.searchsorted(layout.stops, sample, side="right")
     known = document < layout.num_documents
     known[known] = layout.starts[document[known]] <= sample[known]
-    distance = sample[:, None] - sample[None, :]
     same = document[:, None] == document[None, :]
-    allowed = same & (-mask.after <= distance) & (distance <= mask.before)
+    inside = np.minimum(document, max(layout.num_documents - 1, 0))
+    start, length = (x[inside] if layout.num_documents else 0 * sample for x in (layout.starts, layout.lengths))
+    allowed = np.zeros_like(same)
+    for band in mask.bands:
+        low, high = (side + start for side in band.keys(sample - start, length))
+        allowed |= same & (low[:, None] <= sample) & (sample < high[:, None])
     both = known[:, None] & known[None, :]
     return np.where(both, np.where(allowed, 0, MASKED), PADDING)
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kernels.mask_spec import CAUSAL
 from parallel.auto import resolve
 from parallel.exchange import EXCHANGES, INNER_EXCHANGES
 from parallel.plan.ir import CLASSES, AttentionShape
@@ -58,7 +59,7 @@ def refusal(config: Config, strategy: Strategy, world: int) -> str | None:
         rows = config.data.rows // (mesh.dp * config.run.accumulate)
         length = max(1, min(config.data.seq_len, 4 * mesh.cp))  # no refusal depends on how long a row is
         layout = PackedLayout.from_lengths([length] * rows, [1] * rows)
-        resolve(strategy, mesh, layout, shape, model.layer_windows(), ranks=[0])
+        resolve(strategy, mesh, layout, shape, model.layer_masks(), ranks=[0])
     except ValueError as error:
         return str(error)
     return None
@@ -141,4 +142,4 @@ def _small_plan(name: str) -> Plan:
     rows = 1 if strategy.batch_groups == 1 else 2
     layout = PackedLayout.from_lengths([128] * rows, [1] * rows)
     mesh = strategy.mesh(1 if strategy.exchange == "none" else 4, shape.H, shape.Hkv)
-    return resolve(strategy, mesh, layout, shape).plans[None]
+    return resolve(strategy, mesh, layout, shape).plans[CAUSAL]

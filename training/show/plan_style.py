@@ -47,13 +47,9 @@ def describe(plan: Plan) -> str:
         how = f"{across} across {mesh.cp_outer}, {inside} inside {mesh.cp_inner}"
     else:
         how = f"{across} over {mesh.cp}"
-    mask = "causal" if plan.mask.causal else "full"
-    window = "" if plan.mask.window is None else f", window {plan.mask.window:,}"
     rows = f" in {layout.num_rows} rows" if layout.num_rows > 1 else ""
     documents = f"{layout.num_documents:,} document" + ("" if layout.num_documents == 1 else "s")
-    return (
-        f"{axes['name']}: {axes['sharding']}, {how}; {layout.total_tokens:,} tokens{rows}, {documents}, {mask}{window}"
-    )
+    return f"{axes['name']}: {axes['sharding']}, {how}; {layout.total_tokens:,} tokens{rows}, {documents}, {plan.mask}"
 
 
 def new_figure(width: float, height: float) -> Figure:

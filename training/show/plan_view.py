@@ -63,20 +63,19 @@ def show_plan(config: Config, console: Console) -> Outcome:
     shape = AttentionShape(model.heads, model.kv_heads, model.head_dim, model.head_dim, dtype)
     folder = Path(config.run.dir or Path("runs") / f"{config.run.name}-{config_hash(config)}").absolute()
     ranks = mesh.group_of(0, *CP)
-    windows = model.layer_windows()
+    masks = model.layer_masks()
     console.print(_heading(config, layout, mesh, world), highlight=False, markup=False)
     began = time.perf_counter()
-    resolved = resolve(config.strategy, mesh, layout, shape, windows)
+    resolved = resolve(config.strategy, mesh, layout, shape, masks)
     seconds = time.perf_counter() - began
     console.print(f"planned in {seconds * 1e3:.0f} ms{_weighed(resolved)}", highlight=False, markup=False)
-    for window in dict.fromkeys(windows):
+    for mask in dict.fromkeys(masks):
         began = time.perf_counter()
-        plan = resolved.plans[window]
+        plan = resolved.plans[mask]
         verify(plan)
         proved = time.perf_counter()
-        mask = "causal" if window is None else f"causal, window {window:,}"
         console.print(
-            f"\n{mask} ({windows.count(window)} of {len(windows)} layers), for one layer: "
+            f"\n{mask} ({masks.count(mask)} of {len(masks)} layers), for one layer: "
             f"verified in {(proved - began) * 1e3:.0f} ms, hash {plan.hash}",
             highlight=False,
             markup=False,

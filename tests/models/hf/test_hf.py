@@ -30,7 +30,7 @@ def ours(decoder: Decoder, tokens: torch.Tensor, lengths: list[int]) -> torch.Te
     """Logits [T, V] of documents packed in one row."""
     stops = [sum(lengths[: i + 1]) for i in range(len(lengths))]
     starts = [stop - length for stop, length in zip(stops, lengths)]
-    attend = local_attend(starts, stops, stops[-1], decoder.config.layer_windows())
+    attend = local_attend(starts, stops, stops[-1], decoder.config.layer_masks())
     positions = torch.cat([torch.arange(length) for length in lengths])
     with torch.no_grad():
         return decoder.logits(decoder(tokens, positions, attend))

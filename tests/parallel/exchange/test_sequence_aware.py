@@ -6,11 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.mask_spec import MaskSpec
 from parallel.exchange.colouring import colour_edges, degree
 from parallel.plan.ir import AttentionShape, Post
 from parallel.plan.layout import PackedLayout
 from parallel.plan.plan import Plan
-from parallel.plan.visibility import MaskSpec, Visibility
+from parallel.plan.visibility import Visibility
 from parallel.proof.verify import verify
 from parallel.runtime.buffers import BufferPool
 from parallel.runtime.loopback import run_loopback

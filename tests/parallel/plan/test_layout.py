@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.mask_spec import MaskSpec
 from parallel.plan.layout import PackedLayout
+from tests.masks import allowed, masks
 
 
 @st.composite
@@ -54,24 +56,17 @@ def test_tokens_lie_where_a_token_by_token_layout_puts_them(case: tuple[list[lis
         assert array.dtype == np.int64
 
 
-@given(packed(), st.booleans(), st.none() | st.integers(1, 12))
-def test_pairs_count_the_dense_mask(case: tuple[list[list[int]], int], causal: bool, window: int | None) -> None:
+@given(packed(), masks())
+def test_pairs_count_the_dense_mask(case: tuple[list[list[int]], int], mask: MaskSpec) -> None:
     layout = make(*case)
-    ids, index = layout.document_ids(), np.arange(layout.total_tokens)
-    allowed = (ids[:, None] == ids[None, :]) & (ids[:, None] >= 0)
-    distance = index[:, None] - index[None, :]
-    if causal:
-        allowed &= distance >= 0
-    if window is not None:
-        allowed &= abs(distance) < window
-    assert layout.pairs(causal, window) == allowed.sum()
+    assert layout.pairs(mask) == allowed(mask, layout).sum()
 
 
 def test_pairs_of_very_long_documents_do_not_wrap() -> None:
     length = 2**33
     layout = PackedLayout.from_lengths([length, length])
     assert layout.pairs() == length * (length + 1)
-    assert layout.pairs(causal=False) == 2 * length**2 > 2**64
+    assert layout.pairs(MaskSpec(causal=False)) == 2 * length**2 > 2**64
 
 
 @given(packed(), st.data())
@@ -152,8 +147,6 @@ def test_bad_questions_are_refused_with_their_numbers() -> None:
         layout.documents_in_row(2)
     with pytest.raises(ValueError, match="rows 1:3 are outside"):
         layout.select_rows(1, 3)
-    with pytest.raises(ValueError, match="window=0"):
-        layout.pairs(window=0)
     with pytest.raises(ValueError, match="format 1"):
         PackedLayout.from_json('{"format": 7}')
     with pytest.raises(ValueError, match="lacks"):

@@ -5,12 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.mask_spec import MaskSpec
 from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import MeshSpec
 from parallel.plan.tokens import EMPTY, TokenSet, join_spans, union
-from parallel.plan.visibility import MaskSpec, Visibility
+from parallel.plan.visibility import Visibility
 from parallel.sharding import SHARDINGS
 from parallel.strategy import load_strategy
+from tests.masks import allowed, masks
 
 
 @st.composite
@@ -31,28 +33,23 @@ def scenes(draw: st.DrawFn) -> tuple[PackedLayout, MaskSpec, TokenSet, TokenSet]
     rows = draw(st.lists(st.lists(st.integers(1, 9), max_size=4), min_size=1, max_size=3))
     fullest = max(sum(row) for row in rows) + draw(st.integers(0, 3))
     layout = PackedLayout.from_lengths([n for row in rows for n in row], [len(row) for row in rows], fullest)
-    mask = MaskSpec(draw(st.booleans()), draw(st.sampled_from([None, None, 1, 2, 3, 5])))
+    mask = draw(masks())
     total = layout.total_tokens
     return layout, mask, draw(token_sets(total)), draw(token_sets(total))
-
-
-def dense(layout: PackedLayout, mask: MaskSpec, queries: TokenSet, keys: TokenSet) -> np.ndarray:
-    q, k, documents = queries.expand()[:, None], keys.expand()[None], layout.document_ids()
-    inside = (documents[q] == documents[k]) & (documents[q] >= 0)
-    return inside & (q - k <= mask.before) & (k - q <= mask.after)
 
 
 @given(scenes())
 def test_visibility_in_closed_form(scene: tuple[PackedLayout, MaskSpec, TokenSet, TokenSet]):
     layout, mask, queries, keys = scene
-    allowed, sight = dense(layout, mask, queries, keys), Visibility(layout, mask)
-    assert sight.pairs(queries, keys) == allowed.sum()
-    assert sight.any(queries, keys) == allowed.any()
-    assert sight.any_of([queries, keys], [keys]).tolist() == [[allowed.any()], [sight.any(keys, keys)]]
-    assert sight.needed_keys(queries, keys).expand().tolist() == keys.expand()[allowed.any(0)].tolist()
-    assert sight.needed_queries(queries, keys).expand().tolist() == queries.expand()[allowed.any(1)].tolist()
+    sight = Visibility(layout, mask)
+    seen = allowed(mask, layout)[queries.expand()[:, None], keys.expand()[None]]
+    assert sight.pairs(queries, keys) == seen.sum()
+    assert sight.any(queries, keys) == seen.any()
+    assert sight.any_of([queries, keys], [keys]).tolist() == [[seen.any()], [sight.any(keys, keys)]]
+    assert sight.needed_keys(queries, keys).expand().tolist() == keys.expand()[seen.any(0)].tolist()
+    assert sight.needed_queries(queries, keys).expand().tolist() == queries.expand()[seen.any(1)].tolist()
     everything = TokenSet.of((0, layout.total_tokens))
-    assert sight.work(everything) == layout.pairs(mask.causal, mask.window)
+    assert sight.work(everything) == layout.pairs(mask) == allowed(mask, layout).sum()
 
 
 def test_pairs_of_long_documents_are_counted_in_blocks():
@@ -121,8 +118,3 @@ def test_inner_ranks_hold_contiguous_parts_of_their_unit():
     assert placement.tokens(0) == placement.sets[0].tuples()
     with pytest.raises(ValueError, match="outside the 12 ranks"):
         placement.tokens(12)
-
-
-def test_windows_are_refused():
-    with pytest.raises(ValueError, match="window=0"):
-        MaskSpec(window=0)

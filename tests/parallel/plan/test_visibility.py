@@ -4,9 +4,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.mask_spec import MaskSpec
 from parallel.plan.layout import PackedLayout
 from parallel.plan.tokens import EMPTY, TokenSet
-from parallel.plan.visibility import MaskSpec, Visibility
+from parallel.plan.visibility import Visibility
+from tests.masks import masks
 
 
 @st.composite
@@ -19,7 +21,7 @@ def scenes(draw: st.DrawFn) -> tuple[PackedLayout, MaskSpec, list[TokenSet]]:
         cuts = sorted(draw(st.lists(st.integers(0, layout.total_tokens), min_size=2, max_size=6)))
         strides = draw(st.lists(st.integers(1, 5), min_size=3, max_size=3))
         sets.append(TokenSet.of(*zip(cuts[::2], cuts[1::2], strides)) if len(cuts) > 1 else EMPTY)
-    return layout, MaskSpec(draw(st.booleans()), draw(st.none() | st.integers(1, 6))), sets
+    return layout, draw(masks()), sets
 
 
 @given(scenes())

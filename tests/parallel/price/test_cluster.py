@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
+from kernels.mask_spec import MaskSpec
 from parallel.plan.ir import AttentionShape, Post
 from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import MeshSpec
 from parallel.plan.tokens import TokenSet
-from parallel.plan.visibility import MaskSpec
 from parallel.price.cluster import Cluster, key_bytes, load_cluster, predict_needs
 from parallel.price.needs import Needs
 from parallel.price.predict import predict_plan

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.mask_spec import MaskSpec
 from parallel.plan.layout import PackedLayout
 from parallel.plan.tokens import TokenSet
-from parallel.plan.visibility import MaskSpec, Visibility
+from parallel.plan.visibility import Visibility
 from parallel.price.needs import Needs
 from parallel.sharding import SHARDINGS
 from parallel.sharding.planner import DEFAULT

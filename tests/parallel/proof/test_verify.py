@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from kernels.mask_spec import MaskSpec
 from parallel.plan.ir import (
     Add,
     Attend,
@@ -26,7 +27,6 @@ from parallel.plan.ir import (
 from parallel.plan.layout import PackedLayout
 from parallel.plan.plan import Plan, message_bytes
 from parallel.plan.tokens import TokenSet
-from parallel.plan.visibility import MaskSpec
 from parallel.proof.verify import PlanError, verify
 from parallel.strategy import load_strategy, preset_names
 

@@ -5,13 +5,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.api import IntervalMask, attention
+from kernels.mask_spec import MaskSpec
 from parallel.api import ContextParallel
 from parallel.auto import resolve
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.runtime.groups import Groups
 from parallel.strategy import Strategy, load_strategy, preset_names
+from tests.masks import allowed, dense_attention
 from tests.ranks.pool import RankPool
 
 LENGTHS, ROWS, ROW = [21, 1, 1, 9, 2, 30], [5, 1], 37
@@ -28,8 +29,8 @@ def layout(lengths: list[int] = LENGTHS) -> PackedLayout:
     return PackedLayout.from_lengths(lengths, ROWS, ROW) if lengths == LENGTHS else PackedLayout.from_lengths(lengths)
 
 
-def attend(strategy: Strategy, shape: AttentionShape, windows: tuple[int | None, ...]) -> list[dict[str, Tensor]]:
-    """A rank's job: two batches, each through layers of every window; out and gradients put together again."""
+def attend(strategy: Strategy, shape: AttentionShape, masks: tuple[MaskSpec, ...]) -> list[dict[str, Tensor]]:
+    """A rank's job: two batches, each through layers of every mask; out and gradients put together again."""
     world = dist.get_world_size()
     mesh = strategy.mesh(world, shape.H, shape.Hkv)
     cp = ContextParallel(strategy, mesh, Groups(mesh, dist.get_rank()), dist.get_rank())
@@ -37,10 +38,10 @@ def attend(strategy: Strategy, shape: AttentionShape, windows: tuple[int | None,
     for batch in (layout(), layout([64])):
         q, k, v, dout = inputs(shape, batch.total_tokens)
         sink = torch.linspace(-1, 1, shape.H, requires_grad=True)
-        cp.prepare(batch, shape, windows)
-        cp.bind(batch, shape, windows)
+        cp.prepare(batch, shape, masks)
+        cp.bind(batch, shape, masks)
         q, k, v = (cp.shard(x).requires_grad_() for x in (q, k, v))
-        outs = [cp.attention(q, k, v, window=window, sink=sink) for window in windows]
+        outs = [cp.attention(q, k, v, mask=mask, sink=sink) for mask in masks]
         sum(outs).backward(cp.shard(dout))
         assert sink.grad is not None
         dsink = sink.grad.clone()
@@ -48,7 +49,7 @@ def attend(strategy: Strategy, shape: AttentionShape, windows: tuple[int | None,
         found = {"dq": q.grad, "dk": k.grad, "dv": v.grad, "out": sum(outs)}
         results.append({name: cp.unshard(x) for name, x in found.items()} | {"dsink": dsink})
         planned = {}
-        for plan in resolve(strategy, mesh, batch, shape, windows, ranks=[cp.rank]).plans.values():
+        for plan in resolve(strategy, mesh, batch, shape, masks, ranks=[cp.rank]).plans.values():
             for traffic, table in plan.bytes.items():
                 for peer, size in enumerate(table[cp.rank].tolist()):
                     key = f"{traffic}/{mesh.link(cp.rank, peer)}"
@@ -58,28 +59,20 @@ def attend(strategy: Strategy, shape: AttentionShape, windows: tuple[int | None,
     return results
 
 
-def expect(shape: AttentionShape, windows: tuple[int | None, ...]) -> list[dict[str, Tensor]]:
+def expect(shape: AttentionShape, masks: tuple[MaskSpec, ...]) -> list[dict[str, Tensor]]:
     results = []
     for batch in (layout(), layout([64])):
-        q, k, v, dout = inputs(shape, batch.total_tokens)
-        q, k, v = (x.double().requires_grad_() for x in (q, k, v))
-        sink = torch.linspace(-1, 1, shape.H).double().requires_grad_()
-        outs = []
-        for window in windows:
-            mask = IntervalMask.from_documents(
-                batch.starts.tolist(), batch.stops.tolist(), batch.total_tokens, window=window
-            )
-            outs.append(attention(q, k, v, mask, sink=sink, backend="reference")[0])
-        sum(outs).backward(dout.double())
-        found = {"dq": q.grad, "dk": k.grad, "dv": v.grad, "out": sum(outs).detach(), "dsink": sink.grad}
-        results.append(found)
+        data = inputs(shape, batch.total_tokens)
+        sink = torch.linspace(-1, 1, shape.H)
+        each = [dense_attention(data, allowed(mask, batch), sink) for mask in masks]
+        results.append({name: sum(found[name] for found in each) for name in ("out", "dq", "dk", "dv", "dsink")})
     return results
 
 
 def check(pool: RankPool, strategy: Strategy, shape: AttentionShape, world: int) -> None:
-    windows = (None, 7)
-    wanted = expect(shape, windows)
-    for rank in pool.run(attend, strategy, shape, windows, world=world):
+    masks = (MaskSpec(), MaskSpec(window=7), MaskSpec(window=5, prefix=9, first=2), MaskSpec(chunk=8, first=3))
+    wanted = expect(shape, masks)
+    for rank in pool.run(attend, strategy, shape, masks, world=world):
         for found, right in zip(rank, wanted, strict=True):
             for name, x in right.items():
                 assert torch.allclose(found[name].double(), x, rtol=1e-4, atol=2e-5), name
@@ -110,8 +103,8 @@ def differ() -> str:
     shape = AttentionShape(4, 2, 8, 8)
     with pytest.raises(ValueError, match=r"\[1\] differ from rank 0"):
         cp.bind(layout([60, 4] if dist.get_rank() == 1 else [64]), shape)
-    with pytest.raises(ValueError, match="no plan for window 3"):
-        cp.attention(*inputs(shape, 16)[:3], window=3)
+    with pytest.raises(ValueError, match=r"no plan was made for the mask \(causal, window 3\).*made: none"):
+        cp.attention(*inputs(shape, 16)[:3], mask=MaskSpec(window=3))
     cp.bind(layout([64]), shape)
     with pytest.raises(ValueError, match="shard whole batches"):
         cp.shard(torch.zeros(16))

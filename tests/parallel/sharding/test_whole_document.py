@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.plans.packs import packs
+from kernels.mask_spec import MaskSpec
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import MeshSpec
 from parallel.plan.tokens import TokenSet
-from parallel.plan.visibility import MaskSpec
 from parallel.price.cluster import load_cluster, predict_needs
 from parallel.price.needs import Needs
 from parallel.proof.verify import verify

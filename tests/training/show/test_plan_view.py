@@ -13,16 +13,18 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from kernels.mask_spec import CAUSAL, MaskSpec
 from parallel.auto import resolve
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.plan.plan import Plan
-from parallel.plan.visibility import MaskSpec, Visibility
+from parallel.plan.visibility import Visibility
 from parallel.price.cluster import Cluster, load_cluster
 from parallel.price.predict import predict_plan, walk
 from parallel.proof.verify import verify
 from parallel.sharding import SHARDINGS
 from parallel.strategy import EXCHANGES, Strategy, load_strategy, preset_names
+from tests.masks import allowed
 from training.config import Config, ConfigError, Task
 from training.show.coverage_figure import MASKED, PADDING, coverage_of, draw_coverage, members, sample_tokens
 from training.show.explain import combinations, refusal, show_refusals, support_table
@@ -38,39 +40,34 @@ def planned(
     name: str,
     ranks: int = 4,
     layout: PackedLayout = MIXED,
-    window: int | None = None,
+    mask: MaskSpec = CAUSAL,
     node_size: int = 2,
     **axes: object,
 ) -> Plan:
     strategy = load_strategy(name, node_size=node_size, **axes)
     shape = AttentionShape(8, 2, 16, 16, "bf16")
     mesh = strategy.mesh(1 if name == "local" else ranks, shape.H, shape.Hkv)
-    return resolve(strategy, mesh, layout, shape, (window,)).plans[window]
+    return resolve(strategy, mesh, layout, shape, (mask,)).plans[mask]
 
 
 # the coverage map
 
 
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("mask", [CAUSAL, MaskSpec(window=5, prefix=7, first=2), MaskSpec(chunk=6)], ids=str)
 @pytest.mark.parametrize("name", preset_names())
-def test_map_shows_each_allowed_pair_once_and_nothing_else(name: str, window: int | None):
-    plan = planned(name, window=window)
+def test_map_shows_each_allowed_pair_once_and_nothing_else(name: str, mask: MaskSpec):
+    plan = planned(name, mask=mask)
     sight = Visibility(MIXED, plan.mask)
-    total, padding = MIXED.total_tokens, MIXED.is_padding()
-    allowed = np.zeros((total, total), bool)
-    for start, stop in zip(MIXED.starts.tolist(), MIXED.stops.tolist()):
-        at = np.arange(start, stop)
-        distance = at[:, None] - at[None, :]
-        allowed[start:stop, start:stop] = (distance >= 0) & (distance < (window or total))
+    padding, seen = MIXED.is_padding(), allowed(mask, MIXED)
     maps = coverage_of(plan)
     assert [m.heads[0] for m in maps] == [0, *(m.heads[1] for m in maps[:-1])] and maps[-1].heads[1] == plan.shape.H
     pairs = np.zeros(plan.size)
     for cover in maps:
-        assert ((cover.rank >= 0) == allowed).all() and ((cover.round >= 0) == allowed).all()
+        assert ((cover.rank >= 0) == seen).all() and ((cover.round >= 0) == seen).all()
         assert ((cover.rank == PADDING) == (padding[:, None] | padding[None, :])).all()
         share = (cover.heads[1] - cover.heads[0]) / plan.shape.H
-        pairs += share * np.bincount(cover.rank[allowed], minlength=plan.size)
-    assert np.allclose(pairs, plan.work) and allowed.sum() == sight.work(sight.documents)
+        pairs += share * np.bincount(cover.rank[seen], minlength=plan.size)
+    assert np.allclose(pairs, plan.work) and seen.sum() == sight.work(sight.documents)
 
 
 def test_map_of_a_long_sequence_is_a_sample_of_it():
@@ -277,7 +274,7 @@ def test_explain_refuses_what_a_run_refuses(make_config: Callable[..., Config]):
         if refused is None:
             mesh = strategy.mesh(8, 7, 1)
             layout = PackedLayout.from_lengths([30] * (4 // dp), [1] * (4 // dp))
-            verify(resolve(strategy, mesh, layout, AttentionShape(7, 1, 8, 8)).plans[None])
+            verify(resolve(strategy, mesh, layout, AttentionShape(7, 1, 8, 8)).plans[MaskSpec()])
     stream = io.StringIO()
     show_refusals(config, Console(file=stream, width=150))
     assert "refused: " in stream.getvalue() and all(name in stream.getvalue() for name in preset_names())
