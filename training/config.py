@@ -197,6 +197,11 @@ class Config:
                 f"the {self.data.tokenizer} tokenizer has {ids} ids and model.vocab_size={self.model.vocab_size}: a "
                 f"token id would lie beyond the vocabulary; set model.vocab_size={ids} or more."
             )
+        if self.model.prefix is not None and self.model.prefix >= self.data.seq_len:
+            raise ConfigError(
+                f"model.prefix={self.model.prefix} leaves nothing to predict in rows of data.seq_len="
+                f"{self.data.seq_len}; use a shorter prefix, or longer rows."
+            )
         if self.data.seq_len > self.model.max_positions:
             raise ConfigError(
                 f"data.seq_len={self.data.seq_len} exceeds model.max_positions={self.model.max_positions}, the longest "

@@ -229,7 +229,14 @@ def test_peers_of_one_sequence_get_the_same_batch(corpus: Path, monkeypatch: pyt
         monkeypatch.setenv("WORLD_SIZE", "4")
         batches.append(PackedLoader(config_of(corpus), 258, 0).batch(2))
     assert equal(*batches)
-    assert set(inspect.signature(PackedLoader).parameters) == {"config", "vocab_size", "seed", "split", "source"}
+    assert set(inspect.signature(PackedLoader).parameters) == {
+        "config",
+        "vocab_size",
+        "seed",
+        "split",
+        "source",
+        "prefix",
+    }
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
