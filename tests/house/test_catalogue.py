@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from data.packing import PACKINGS
+from data.sources.kinds import SOURCES
 from data.sources.mixes import MIXES
-from data.sources.table import SOURCES
-from data.tokenizers.tokenizer import TOKENIZERS
+from data.tokenizers.table import TOKENIZERS
 from kernels.api import BACKENDS
 from training.screen import config_groups
 
@@ -30,6 +30,15 @@ CHOICES = {
 @pytest.mark.parametrize(("kind", "name"), [(k, n) for k, names in CHOICES.items() for n in names])
 def test_choice_is_in_the_docs(kind: str, name: str):
     assert re.search(rf"\b{re.escape(name)}\b", DOCS), f"neither README nor docs name {kind} {name}"
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_source_has_a_row_that_names_the_keys_it_reads(name: str):
+    keys = {key for kind in SOURCES.values() for key in kind.keys}
+    rows = [row for row in re.findall(r"^\| .*", DOCS, re.M) if re.match(rf"\| `data={name}[ `]", row)]
+    assert rows, f"no table has a row for data={name}"
+    named = {key for row in rows for key in re.findall(r"\bdata\.(\w+)", row)} & keys
+    assert named == set(SOURCES[name].keys), f"the row of data={name} names {named}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "conf").rglob("*.yaml")), ids=lambda p: str(p.relative_to(ROOT)))
