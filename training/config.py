@@ -23,7 +23,7 @@ class ConfigError(ValueError):
     """A configuration that cannot run, in one sentence with the numbers and a way out."""
 
 
-class Schedule(enum.Enum):
+class LrSchedule(enum.Enum):
     cosine = "cosine"
     wsd = "wsd"
 
@@ -66,7 +66,7 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1  # on matrices only; never on norms, biases, sinks or embeddings
     clip_norm: float | None = 1.0  # global gradient norm; null: no clipping
-    schedule: Schedule = Schedule.cosine  # cosine: warm up, then half a cosine; wsd: warm up, stay, decay linearly
+    schedule: LrSchedule = LrSchedule.cosine  # cosine: warm up, then half a cosine; wsd: warm up, stay, decay linearly
     warmup_steps: int = 20
     decay_steps: int = 0  # wsd: length of the final decay, in steps
     min_lr_ratio: float = 0.1  # where the decay ends, as a share of the peak
@@ -89,11 +89,11 @@ class OptimConfig:
             raise ConfigError(
                 f"optim.warmup_steps={self.warmup_steps} and optim.decay_steps={self.decay_steps} must be 0 or more."
             )
-        if self.schedule is Schedule.cosine and self.decay_steps:
+        if self.schedule is LrSchedule.cosine and self.decay_steps:
             raise ConfigError(
                 f"optim.decay_steps={self.decay_steps} belongs to optim.schedule=wsd; with cosine it would be ignored."
             )
-        if self.schedule is Schedule.wsd and self.warmup_steps + self.decay_steps > steps:
+        if self.schedule is LrSchedule.wsd and self.warmup_steps + self.decay_steps > steps:
             raise ConfigError(
                 f"optim.warmup_steps={self.warmup_steps} and optim.decay_steps={self.decay_steps} exceed "
                 f"run.steps={steps}; shorten them or train longer."

@@ -19,7 +19,7 @@ from data.loader import PackedLoader
 from models.decoder import Decoder
 from models.flops import flops_per_step, parameter_count
 from models.hf.weights import read_weights
-from models.initialise import Place, initialise
+from models.initialise import Distribute, initialise
 from training.config import Config, ConfigError, NonFinite, to_plain
 from training.interrupt import StopRequest
 from training.optim import build_optimizer, gradient_norm, learning_rate
@@ -105,7 +105,7 @@ class Trainer:
         self.tracker: Tracker | None = None
         team.first_decides(self._open_records)
 
-    def _fill(self, model: Decoder, place: Place) -> None:
+    def _fill(self, model: Decoder, place: Distribute) -> None:
         """First weights, the same on every rank: a checkpoint's where the run starts from one, else random ones."""
         config = self.config
         if config.model.path is None or self.folder.checkpoint:

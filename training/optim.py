@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from parallel.weights.data_parallel import whole
-from training.config import OptimConfig, Schedule
+from training.config import LrSchedule, OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
@@ -18,7 +18,7 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     floor = config.min_lr_ratio
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
-    if config.schedule is Schedule.cosine:
+    if config.schedule is LrSchedule.cosine:
         done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
         return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
     left = steps - step

@@ -14,11 +14,11 @@ from parallel.plan.ir import (
     Buffer,
     Copy,
     Free,
+    MakeStats,
     Merge,
     Message,
     Post,
     Program,
-    Stats,
     Step,
     Wait,
 )  # fmt: skip
@@ -29,9 +29,9 @@ from parallel.plan.plan import Plan
 from parallel.plan.tokens import TokenSet
 from parallel.plan.visibility import MaskSpec
 
-FORMAT = 1
+FORMAT = 2
 STEPS: dict[str, type] = {
-    step.__name__: step for step in (Post, Wait, Attend, Stats, AttendBackward, Merge, Add, Copy, Free)
+    step.__name__: step for step in (Post, Wait, Attend, MakeStats, AttendBackward, Merge, Add, Copy, Free)
 }
 
 

@@ -108,6 +108,16 @@ def test_no_folder_is_a_bag():
         assert len(files) <= 16, f"{folder.relative_to(ROOT)} holds {len(files)} files; give a part of them a folder"
 
 
+def test_a_class_name_means_one_thing():
+    found: dict[str, list[str]] = {}
+    for path in sources():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    twice = {name: paths for name, paths in found.items() if len(paths) > 1}
+    assert not twice, f"classes of one name: {twice}; give each a name of its own"
+
+
 def test_planning_loads_no_torch():
     heavy = "('torch', 'triton', 'hydra', 'kernels')"
     code = f"import sys, parallel.strategy; print([m for m in {heavy} if m in sys.modules])"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from training.config import ConfigError, OptimConfig, Schedule
+from training.config import ConfigError, LrSchedule, OptimConfig
 from training.optim import build_optimizer, gradient_norm, learning_rate
 
 
@@ -21,7 +21,7 @@ def test_cosine_warms_up_peaks_and_ends_at_the_floor():
 
 
 def test_wsd_stays_then_decays_linearly():
-    config = OptimConfig(lr=2.0, warmup_steps=0, schedule=Schedule.wsd, decay_steps=4, min_lr_ratio=0.0)
+    config = OptimConfig(lr=2.0, warmup_steps=0, schedule=LrSchedule.wsd, decay_steps=4, min_lr_ratio=0.0)
     assert [learning_rate(config, s, 10) for s in range(5, 11)] == [2.0, 2.0, 1.5, 1.0, 0.5, 0.0]
 
 
@@ -33,7 +33,7 @@ def test_wsd_stays_then_decays_linearly():
         ({"betas": [0.9]}, "optim.betas"),
         ({"clip_norm": -1.0}, "optim.clip_norm"),
         ({"decay_steps": 5}, "optim.decay_steps"),
-        ({"schedule": Schedule.wsd, "warmup_steps": 60, "decay_steps": 60}, "run.steps=100"),
+        ({"schedule": LrSchedule.wsd, "warmup_steps": 60, "decay_steps": 60}, "run.steps=100"),
         ({"min_lr_ratio": 2.0}, "optim.min_lr_ratio"),
     ],
 )
