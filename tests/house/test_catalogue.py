@@ -11,6 +11,7 @@ from data.sources.kinds import SOURCES
 from data.sources.mixes import MIXES
 from data.tokenizers.table import TOKENIZERS
 from kernels.api import BACKENDS
+from training.optim.kinds import OPTIMIZERS
 from training.screen import config_groups
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +40,13 @@ def test_source_has_a_row_that_names_the_keys_it_reads(name: str):
     assert rows, f"no table has a row for data={name}"
     named = {key for row in rows for key in re.findall(r"\bdata\.(\w+)", row)} & keys
     assert named == set(SOURCES[name].keys), f"the row of data={name} names {named}"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimiser_has_a_row_and_the_docs_name_its_keys(name: str):
+    assert re.search(rf"^\| `optim={name}[ _`]", DOCS, re.M), f"no table has a row for optim={name}"
+    unnamed = [key for key in OPTIMIZERS[name].keys if not re.search(rf"\boptim\.{key}\b", DOCS)]
+    assert not unnamed, f"neither README nor docs name optim.{unnamed}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "conf").rglob("*.yaml")), ids=lambda p: str(p.relative_to(ROOT)))
