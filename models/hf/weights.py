@@ -22,14 +22,6 @@ from models.initialise import Distribute, in_full
 BYTES = {torch.bfloat16: 2, torch.float32: 4}
 
 
-def load_decoder(config: ModelConfig, path: Path, device: torch.device | str = "cpu") -> Decoder:
-    """A decoder with the weights of the checkpoint in `path`, in fp32; see `read_weights`."""
-    decoder = Decoder(config, device="meta")
-    decoder.to_empty(device=device)
-    read_weights(decoder, path)
-    return decoder
-
-
 @torch.no_grad()
 def read_weights(decoder: Decoder, path: Path, place: Distribute = in_full) -> None:
     """Fill a decoder in place with the weights of the checkpoint in `path`, in its dtype whatever the files hold.
