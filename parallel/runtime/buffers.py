@@ -18,6 +18,7 @@ class BufferPool:
         self.device, self.poison = torch.device(device), poison
         self._free: dict[int, list[Tensor]] = {}
         self._made: dict[int, int] = {}
+        self.total = 0  # bytes ever reserved
 
     def take(self, size: int) -> Tensor:
         """A slab of at least `size` bytes."""
@@ -41,6 +42,7 @@ class BufferPool:
                 self.give(self._new(size))
 
     def _new(self, size: int) -> Tensor:
+        self.total += size
         self._made[size] = self._made.get(size, 0) + 1
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
