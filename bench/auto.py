@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bench.plans.packs import packs
-from bench.ranks import Seconds, Team
+from bench.ranks import Seconds, TimedRanks
 from bench.table import Report, Row
 from data.sources.mixes import MIXES
 from kernels.mask_spec import MaskSpec
@@ -69,7 +69,7 @@ def time_presets(
     lengths: list[int], auto: Strategy, shape: AttentionShape, repeats: int
 ) -> tuple[dict[str, float], Turns]:
     """A rank's job: (auto's prices, cheapest first; each candidate's seconds on the slower rank, a turn at a time)."""
-    team = Team()
+    team = TimedRanks()
     layout = PackedLayout.from_lengths(lengths)
     prices = resolve(auto, auto.mesh(team.world, shape.H, shape.Hkv), layout, shape).seconds
     groups: dict[MeshSpec, Groups] = {}

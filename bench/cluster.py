@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from bench.ranks import Seconds, Team
+from bench.ranks import Seconds, TimedRanks
 from bench.table import Report, Row
 from kernels.api import IntervalMask, attention
 from parallel.plan.ir import AttentionShape
@@ -43,7 +43,7 @@ class Times(NamedTuple):
 
 def measure(repeats: int, blocks: Sequence[list[int]] = BLOCKS) -> Times:
     """A rank's job; both ranks do the same at the same time."""
-    team, forward, backward = Team(), [], []
+    team, forward, backward = TimedRanks(), [], []
     for lengths in ([1], *blocks):
         there, back = _attention(team, lengths, repeats)
         forward.append(there)
@@ -55,7 +55,7 @@ def measure(repeats: int, blocks: Sequence[list[int]] = BLOCKS) -> Times:
     )
 
 
-def _shortest(team: Team, call: Callable[[], object], repeats: int) -> Seconds:
+def _shortest(team: TimedRanks, call: Callable[[], object], repeats: int) -> Seconds:
     turns = [team.timed(call) for _ in range(repeats + 1)][1:]
     return Seconds(min(turn.wall for turn in turns), min(turn.processor for turn in turns))
 
@@ -71,7 +71,7 @@ def _fill(size: int) -> Callable[[], object]:
     return lambda: wire.copy_(x[2 * index][:, : SHAPE.Hkv])
 
 
-def _attention(team: Team, lengths: list[int], repeats: int) -> tuple[float, float]:
+def _attention(team: TimedRanks, lengths: list[int], repeats: int) -> tuple[float, float]:
     edges = np.cumsum([0, *lengths]).tolist()
     mask, tokens = IntervalMask.from_cu_seqlens(edges), edges[-1]
     q, dout = torch.randn(2, tokens, SHAPE.H, SHAPE.D)

@@ -1,4 +1,4 @@
-"""The fewest keys that any plan on a grid must move: a mixed integer program, and all plans one by one to check it.
+"""The fewest keys that any plan on a grid must move: a mixed integer program.
 
     python -m bench.exact tests/bench/exact_plans.json      # writes the fixture anew; about an hour
 
@@ -13,7 +13,6 @@ rank's plus the mean: both count, as in the planner's objective.
 import json
 import sys
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -44,18 +43,6 @@ def received(lengths: Sequence[int], owner: Sequence[int], ranks: int) -> tuple[
 def value(keys: Sequence[int]) -> float:
     """What is minimised: cells of the worst rank plus the mean rank's."""
     return max(keys) + sum(keys) / len(keys)
-
-
-def brute_force(lengths: Sequence[int], ranks: int, limit: float) -> float | None:
-    """The least `value` over all plans, or None where none keeps the limit. For about ten cells."""
-    cells, best = sum(lengths), None
-    for owner in product(range(ranks), repeat=cells):
-        if any(owner.count(rank) * ranks != cells for rank in range(ranks)):
-            continue
-        keys, work = received(lengths, owner, ranks)
-        if max(work) <= limit and (best is None or value(keys) < best):
-            best = value(keys)
-    return best
 
 
 def solve(

@@ -32,7 +32,7 @@ MASKS = {"causal": MaskSpec(), "window": MaskSpec(window=1024)}
 
 
 @dataclass(frozen=True)
-class Case:
+class PlanCase:
     """What is planned, and the bar: how long it may take, in ms."""
 
     name: str
@@ -44,8 +44,8 @@ class Case:
 
 
 CASES = (
-    Case("row", 1 << 17, 8, 40, True, 10.0),
-    Case("all rows", 1 << 20, 64, 1000, False, 500.0),
+    PlanCase("row", 1 << 17, 8, 40, True, 10.0),
+    PlanCase("all rows", 1 << 20, 64, 1000, False, 500.0),
 )
 
 
@@ -61,7 +61,7 @@ def document_lengths(tokens: int, documents: int, seed: int) -> list[int]:
     return (np.diff(cuts, prepend=0) + 1).tolist()
 
 
-def plan_once(strategy: Strategy, lengths: list[int], case: Case, mask: MaskSpec, rank: int) -> Plan:
+def plan_once(strategy: Strategy, lengths: list[int], case: PlanCase, mask: MaskSpec, rank: int) -> Plan:
     """A fresh plan, as of a batch that was never seen."""
     layout = PackedLayout.from_lengths(lengths)
     placement = strategy.shard(layout, strategy.mesh(case.ranks, SHAPE.H, SHAPE.Hkv))
@@ -87,7 +87,7 @@ def milliseconds(call: Callable[[], object], repeats: int) -> list[float]:
     return times
 
 
-def planning_section(report: Report, cases: tuple[Case, ...], repeats: int, presets: list[str], seed: int) -> None:
+def planning_section(report: Report, cases: tuple[PlanCase, ...], repeats: int, presets: list[str], seed: int) -> None:
     """A row for every case, mask and preset."""
     for case in cases:
         lengths = document_lengths(case.tokens, case.documents, seed)
@@ -102,7 +102,7 @@ def planning_section(report: Report, cases: tuple[Case, ...], repeats: int, pres
 
 
 def _measure(
-    case: Case, strategy: Strategy, lengths: list[int], label: str, mask: MaskSpec, repeats: int
+    case: PlanCase, strategy: Strategy, lengths: list[int], label: str, mask: MaskSpec, repeats: int
 ) -> dict[str, str | int | float]:
     rank = 0 if strategy.exchange == "none" else case.ranks // 2
     times = milliseconds(lambda: plan_once(strategy, lengths, case, mask, rank), repeats)

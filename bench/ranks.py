@@ -1,6 +1,6 @@
 """What a timed job on real ranks needs of the others: to start together, the slower one's seconds, swapped bytes.
 
-A job makes a `Team` and runs on ranks of a default process group, as `tests.ranks.pool.RankPool` gives it one.
+A job makes a `TimedRanks` and runs on ranks of a default process group, as `tests.ranks.pool.RankPool` gives it one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Seconds(NamedTuple):
     processor: float
 
 
-class Team:
+class TimedRanks:
     """All ranks of the default group, as one cp group.
 
     Attributes:

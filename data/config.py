@@ -3,6 +3,10 @@
 import math
 from dataclasses import dataclass, field, fields
 
+from data.packing import PACKINGS
+from data.sources.kinds import SOURCES, readers
+from data.sources.mixes import MIXES
+
 MANIFEST = "manifest"  # as data.tokenizer: the tokenizer that a folder of tokens was prepared with
 
 
@@ -10,7 +14,7 @@ MANIFEST = "manifest"  # as data.tokenizer: the tokenizer that a folder of token
 class SourceConfig:
     """Where documents come from. Plain types only, as this is part of a schema of structured configuration files."""
 
-    source: str = "stdlib"  # a name in data.sources.SOURCES: stdlib, files, hub, tokens, synthetic, or mix
+    source: str = "stdlib"  # a name in data.sources.kinds.SOURCES: stdlib, files, hub, tokens, synthetic, or mix
     paths: list[str] = field(default_factory=list)  # for files: globs of text, .jsonl and .parquet
     path: str | None = None  # for hub: a data set's name, or a folder; for tokens: what data.prepare wrote
     name: str | None = None  # for hub: the data set's configuration
@@ -18,49 +22,29 @@ class SourceConfig:
     streaming: bool = True  # for hub: read on as training goes; false: download whole, shuffle over all documents
     text_key: str = "text"  # for .jsonl, .parquet, hub: a document's text; "tokens" holds ids tokenised beforehand
     verify: str = "full"  # for tokens, at start: full hashes every shard; sizes looks at the files' sizes alone
-    mix: str = "web"  # for synthetic: the distribution of document lengths, a name in data.mixes.MIXES
+    mix: str = "web"  # for synthetic: the distribution of document lengths, a name in data.sources.mixes.MIXES
 
     def check_source(self, prefix: str = "data.") -> None:
         """Raise ValueError, in a sentence that names the key, for a value that cannot work or that nothing reads."""
-        # Imported here: the tables import this module.
-        from data.sources.mixes import MIXES
-        from data.sources.table import SOURCES
-
-        sources = (*SOURCES, "mix")
-        for key, table in (("source", sources), ("mix", MIXES), ("verify", ("full", "sizes"))):
+        for key, table in (("source", SOURCES), ("mix", MIXES), ("verify", ("full", "sizes"))):
             if getattr(self, key) not in table:
                 raise ValueError(f"{prefix}{key}={getattr(self, key)!r} is unknown; choose one of {', '.join(table)}")
-        if self.source == "files" and not self.paths:
-            raise ValueError(f"{prefix}source=files needs {prefix}paths, for example {prefix}paths=['corpus/**/*.txt']")
-        if self.source in ("hub", "tokens") and not self.path:
-            what = {"hub": "a data set's name or a folder", "tokens": "a folder that data.prepare wrote"}[self.source]
-            raise ValueError(f"{prefix}source={self.source} needs {prefix}path, {what}")
+        for key, what in SOURCES[self.source].needs.items():
+            if not getattr(self, key, None):
+                raise ValueError(f"{prefix}source={self.source} needs {prefix}{key}, {what}")
         if not self.text_key:
             raise ValueError(f"{prefix}text_key is empty; name the key that holds a document's text")
         if not self.split:
             raise ValueError(f"{prefix}split is empty; name the split to read, such as train")
         for known in fields(SourceConfig):
-            value, readers = getattr(self, known.name), READERS.get(known.name)
+            value, able = getattr(self, known.name), readers(known.name)
             default = [] if known.name == "paths" else known.default
-            if readers and value != default and self.source not in readers:
+            if able and value != default and self.source not in able:
                 shown = list(value) if known.name == "paths" else value
                 raise ValueError(
                     f"{prefix}{known.name}={shown} is set, but {prefix}source={self.source} reads no {known.name}; "
-                    f"use {prefix}source={' or '.join(readers)}, or leave {prefix}{known.name} out"
+                    f"use {prefix}source={' or '.join(able)}, or leave {prefix}{known.name} out"
                 )
-
-
-# Which sources read a key; the others refuse it, as nothing that a user sets is ignored.
-READERS: dict[str, tuple[str, ...]] = {
-    "paths": ("files",),
-    "path": ("hub", "tokens"),
-    "name": ("hub",),
-    "split": ("hub",),
-    "streaming": ("hub",),
-    "text_key": ("files", "hub"),
-    "verify": ("tokens",),
-    "mix": ("synthetic",),
-}
 
 
 @dataclass
@@ -98,8 +82,6 @@ class DataConfig(SourceConfig):
 
     def validate(self) -> None:
         """Raise ValueError, in a sentence that names the key, for a value that cannot work."""
-        from data.packing import PACKINGS
-
         self.check_source()
         if self.packing not in PACKINGS:
             raise ValueError(f"data.packing={self.packing!r} is unknown; choose one of {', '.join(PACKINGS)}")
@@ -121,10 +103,6 @@ class DataConfig(SourceConfig):
                     "data=mix or leave data.sources empty"
                 )
             return
-        if not self.sources:
-            raise ValueError(
-                "data.source=mix needs data.sources, for example data.sources=[{source: stdlib, weight: 0.3}, ...]"
-            )
         for place, part in enumerate(self.sources):
             prefix = f"data.sources[{place}]."
             if part.source == "mix":

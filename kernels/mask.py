@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int32
 from torch import Tensor
 
-from kernels.mask_spec import UNBOUNDED, Band, MaskSpec, Piece
+from kernels.mask_spec import UNBOUNDED, Band, BandPiece, MaskSpec
 
 INT32_MAX = 2**31 - 1
 
@@ -343,7 +343,7 @@ def _band(causal: bool, window: int | tuple[int, int] | None) -> Band:
     if min(left, right) < -1:
         raise ValueError(f"window {window} has a side below -1; use -1 for an unbounded side")
     left, right = (UNBOUNDED if side == -1 else side for side in (left, right))
-    return Band((Piece(left, 0 if causal else right),))
+    return Band((BandPiece(left, 0 if causal else right),))
 
 
 def _gaps_of_lengths(

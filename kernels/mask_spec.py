@@ -32,7 +32,7 @@ Ints = Any  # a Python int, an int64 numpy array or an int64 tensor
 
 
 @dataclass(frozen=True)
-class Piece:
+class BandPiece:
     """Queries at positions [q_start, q_stop) of a document, and the keys that they see there.
 
     A query at position p sees keys k in [k_start, k_stop) with p - before <= k <= p + after and, where there is a
@@ -99,7 +99,7 @@ class Band:
     ValueError for pieces that are out of order.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BandPiece, ...]
 
     def __post_init__(self) -> None:
         stops = [piece.q_stop for piece in self.pieces]
@@ -185,12 +185,12 @@ class MaskSpec:
     def bands(self) -> tuple[Band, ...]:
         """Disjoint bands, whose union is the mask."""
         before = UNBOUNDED if self.window is None else self.window - 1
-        body = Piece(before, 0 if self.causal else before, chunk=self.chunk)
+        body = BandPiece(before, 0 if self.causal else before, chunk=self.chunk)
         if self.prefix is None:
             main = Band((body,))
         else:
-            square = Piece(q_stop=self.prefix, k_stop=self.prefix)
-            rest = Piece(body.before, body.after, q_start=self.prefix, chunk=self.chunk)
+            square = BandPiece(q_stop=self.prefix, k_stop=self.prefix)
+            rest = BandPiece(body.before, body.after, q_start=self.prefix, chunk=self.chunk)
             main = Band((square, rest))
         return (main,) if self.first is None else (main, self._beside(self.first))
 
@@ -198,11 +198,11 @@ class MaskSpec:
         """The document's first keys, for queries whose window or chunk begins after them; cut where it holds some."""
         start = self.prefix or 0
         if self.window is not None:
-            return Band((Piece(after=-self.window, q_start=start or -UNBOUNDED, k_stop=first),))
-        return Band((Piece(q_start=max(start, self.chunk or 0), k_stop=first),))
+            return Band((BandPiece(after=-self.window, q_start=start or -UNBOUNDED, k_stop=first),))
+        return Band((BandPiece(q_start=max(start, self.chunk or 0), k_stop=first),))
 
     @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[BandPiece, ...]:
         """All bands' pieces: disjoint, and their union is the mask."""
         return tuple(piece for band in self.bands for piece in band.pieces)
 

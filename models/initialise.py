@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from models.config import ModelConfig
 
 # (a parameter's value in full, the parameter) -> the part of it that lies there: all of it, or one rank's shard.
-Place = Callable[[Tensor, Tensor], Tensor]
+Distribute = Callable[[Tensor, Tensor], Tensor]
 
 
 def in_full(value: Tensor, parameter: Tensor) -> Tensor:
-    """The `Place` of parameters that are whole."""
+    """The `Distribute` of parameters that are whole."""
     return value
 
 
@@ -40,7 +40,7 @@ def initial_values(config: ModelConfig, name: str, shape: Sequence[int], seed: i
 
 
 @torch.no_grad()
-def initialise(module: nn.Module, config: ModelConfig, seed: int, place: Place = in_full) -> None:
+def initialise(module: nn.Module, config: ModelConfig, seed: int, place: Distribute = in_full) -> None:
     """Fills every parameter of a decoder in place, whatever its device and dtype; one is held in full at a time."""
     for name, parameter in module.named_parameters():
         parameter.copy_(place(initial_values(config, name, parameter.shape, seed), parameter))

@@ -6,6 +6,10 @@ from typing import Any
 
 import torch
 
+from models.config import ModelConfig
+from models.decoder import Decoder
+from models.hf.weights import read_weights
+
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here asks a server
 
 SHAPE = dict(
@@ -29,6 +33,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_gelu": ("qwen3", {**SHAPE, "hidden_act": "gelu_pytorch_tanh", "head_dim": 8}),
     "gpt2_untied": ("gpt2", {**GPT2, "tie_word_embeddings": False, "scale_attn_weights": False, "n_inner": 40}),
 }
+
+
+def load_decoder(config: ModelConfig, path: Path, device: torch.device | str = "cpu") -> Decoder:
+    """A decoder with the weights of the checkpoint in `path`, in fp32; see `read_weights`."""
+    decoder = Decoder(config, device="meta")
+    decoder.to_empty(device=device)
+    read_weights(decoder, path)
+    return decoder
 
 
 def make_model(family: str, seed: int = 0, **changes: Any) -> Any:

@@ -17,15 +17,21 @@ from data.sources.table import open_tokenizer
 from models.config import ModelConfig
 from parallel.plan.mesh import MeshSpec
 from parallel.strategy import Strategy
+from training.optim.kinds import OPTIMIZERS
 
 
 class ConfigError(ValueError):
     """A configuration that cannot run, in one sentence with the numbers and a way out."""
 
 
-class Schedule(enum.Enum):
+class LrSchedule(enum.Enum):
     cosine = "cosine"
     wsd = "wsd"
+
+
+class AdjustLr(enum.Enum):
+    original = "original"
+    match_rms_adamw = "match_rms_adamw"
 
 
 class Task(enum.Enum):
@@ -59,28 +65,47 @@ class WandbMode(enum.Enum):
 
 @dataclass
 class OptimConfig:
-    """AdamW and its learning-rate schedule."""
+    """The optimiser and its learning-rate schedule."""
 
+    name: str = "adamw"  # a name in training.optim.kinds.OPTIMIZERS: adamw, muon, adafactor
     lr: float = 4e-3  # peak learning rate
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
+    adamw_lr: float | None = None  # muon: that of what AdamW updates; null: lr
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # adamw, muon's AdamW
+    eps: float = 1e-8  # adamw, muon's AdamW
+    momentum: float = 0.95  # muon
+    adjust_lr: AdjustLr = AdjustLr.match_rms_adamw  # muon: the rate of a matrix by its shape, so that updates are as
+    # large as AdamW's and share its rate (arXiv 2502.16982); original: times sqrt(max(1, rows / columns))
+    beta2_decay: float = -0.8  # adafactor: the average of squares forgets by step ** this
+    clip_update: float = 1.0  # adafactor: root mean square, 1 or more, to which an update is cut
     weight_decay: float = 0.1  # on matrices only; never on norms, biases, sinks or embeddings
+    adamw_weight_decay: float | None = None  # muon: that of the head, which AdamW updates; null: weight_decay
     clip_norm: float | None = 1.0  # global gradient norm; null: no clipping
-    schedule: Schedule = Schedule.cosine  # cosine: warm up, then half a cosine; wsd: warm up, stay, decay linearly
+    schedule: LrSchedule = LrSchedule.cosine  # cosine: warm up, then half a cosine; wsd: warm up, stay, decay linearly
     warmup_steps: int = 20
     decay_steps: int = 0  # wsd: length of the final decay, in steps
     min_lr_ratio: float = 0.1  # where the decay ends, as a share of the peak
 
     def validate(self, steps: int) -> None:
-        """Raise ConfigError for values that no run could use."""
-        if not 0 < self.lr < math.inf:
-            raise ConfigError(f"optim.lr={self.lr} must be a finite number above 0.")
+        """Raise ConfigError for values that no run could use, or that the optimiser does not read."""
+        if self.name not in OPTIMIZERS:
+            raise ConfigError(f"optim.name={self.name!r} is unknown; choose one of {', '.join(OPTIMIZERS)}.")
+        self._check_read()
+        for key in ("lr", "adamw_lr"):
+            if getattr(self, key) is not None and not 0 < getattr(self, key) < math.inf:
+                raise ConfigError(f"optim.{key}={getattr(self, key)} must be a finite number above 0.")
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ConfigError(f"optim.betas={list(self.betas)} must be two numbers in [0, 1).")
         if not 0 < self.eps < math.inf:
             raise ConfigError(f"optim.eps={self.eps} must be a finite number above 0.")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ConfigError(f"optim.weight_decay={self.weight_decay} must be a finite number of 0 or more.")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"optim.momentum={self.momentum} must lie in [0, 1).")
+        if not -math.inf < self.beta2_decay < 0:
+            raise ConfigError(f"optim.beta2_decay={self.beta2_decay} must be a finite number below 0.")
+        if not 1 <= self.clip_update < math.inf:
+            raise ConfigError(f"optim.clip_update={self.clip_update} must be a finite number of 1 or more.")
+        for key in ("weight_decay", "adamw_weight_decay"):
+            if getattr(self, key) is not None and not 0 <= getattr(self, key) < math.inf:
+                raise ConfigError(f"optim.{key}={getattr(self, key)} must be a finite number of 0 or more.")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"optim.clip_norm={self.clip_norm} must be above 0; null turns clipping off.")
         if not 0 <= self.min_lr_ratio <= 1:
@@ -89,15 +114,27 @@ class OptimConfig:
             raise ConfigError(
                 f"optim.warmup_steps={self.warmup_steps} and optim.decay_steps={self.decay_steps} must be 0 or more."
             )
-        if self.schedule is Schedule.cosine and self.decay_steps:
+        if self.schedule is LrSchedule.cosine and self.decay_steps:
             raise ConfigError(
                 f"optim.decay_steps={self.decay_steps} belongs to optim.schedule=wsd; with cosine it would be ignored."
             )
-        if self.schedule is Schedule.wsd and self.warmup_steps + self.decay_steps > steps:
+        if self.schedule is LrSchedule.wsd and self.warmup_steps + self.decay_steps > steps:
             raise ConfigError(
                 f"optim.warmup_steps={self.warmup_steps} and optim.decay_steps={self.decay_steps} exceed "
                 f"run.steps={steps}; shorten them or train longer."
             )
+
+    def _check_read(self) -> None:
+        usual = OptimConfig()
+        for key in dict.fromkeys(key for kind in OPTIMIZERS.values() for key in kind.keys):
+            value = getattr(self, key)
+            if value != getattr(usual, key) and key not in OPTIMIZERS[self.name].keys:
+                able = [name for name, kind in OPTIMIZERS.items() if key in kind.keys]
+                shown = value.value if isinstance(value, enum.Enum) else value
+                raise ConfigError(
+                    f"optim.{key}={shown} is set, but optim.name={self.name} reads no {key}; use "
+                    f"optim={' or '.join(able)}, or leave optim.{key} out."
+                )
 
 
 @dataclass
@@ -214,6 +251,12 @@ class Config:
             mesh = self.strategy.mesh(world, self.model.heads, self.model.kv_heads)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        if self.strategy.weights == "fully_sharded" and world > 1 and not OPTIMIZERS[self.optim.name].sharded:
+            able = " or ".join(name for name, kind in OPTIMIZERS.items() if kind.sharded)
+            raise ConfigError(
+                f"optim.name={self.optim.name} cannot update the shards that strategy.weights=fully_sharded gives "
+                f"{world} ranks; use optim={able}, or strategy.weights=replicated."
+            )
         parts = mesh.dp * self.run.accumulate
         if self.data.rows % parts:
             raise ConfigError(

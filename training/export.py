@@ -44,7 +44,7 @@ CARRIED = (
 
 
 @dataclass(frozen=True)
-class Source:
+class RunCheckpoint:
     """A run's checkpoint: its folder, step, model and the plain configuration of the run."""
 
     checkpoint: Path
@@ -114,7 +114,7 @@ def _writing(target: Path) -> Iterator[Path]:
         os.close(held)
 
 
-def find_source(run: Path, step: int | None, console: Console) -> Source:
+def find_source(run: Path, step: int | None, console: Console) -> RunCheckpoint:
     """The checkpoint that is to be exported, checked against its checksums.
 
     Raises:
@@ -133,7 +133,7 @@ def find_source(run: Path, step: int | None, console: Console) -> Source:
     if not found:
         raise ConfigError(f"{run} is no run folder with a complete checkpoint in {run / 'checkpoints'}.")
     state = load_state(found[-1])
-    return Source(found[-1], state["step"], model_from_plain(state["config"]["model"]), state["config"])
+    return RunCheckpoint(found[-1], state["step"], model_from_plain(state["config"]["model"]), state["config"])
 
 
 def model_from_plain(plain: dict[str, Any]) -> ModelConfig:
@@ -147,7 +147,7 @@ def model_from_plain(plain: dict[str, Any]) -> ModelConfig:
 
 
 def _write(
-    folder: Path, source: Source, architecture: str, dtype: torch.dtype, shard_bytes: int, console: Console
+    folder: Path, source: RunCheckpoint, architecture: str, dtype: torch.dtype, shard_bytes: int, console: Console
 ) -> None:
     special, carried, note = _tokenizer(source)
     write_json(folder / CONFIG, write_config(source.model, str(dtype).removeprefix("torch."), special))
@@ -169,7 +169,7 @@ def _write(
     console.print(note, highlight=False, markup=False)
 
 
-def _tokenizer(source: Source) -> tuple[dict[str, Any], list[Path], str]:
+def _tokenizer(source: RunCheckpoint) -> tuple[dict[str, Any], list[Path], str]:
     """Special tokens' ids, files to copy, and a sentence that says where the tokenizer is."""
     data = source.config["data"]
     name = data["tokenizer"]
@@ -195,7 +195,7 @@ def _tokenizer(source: Source) -> tuple[dict[str, Any], list[Path], str]:
     return special, [], f"No tokenizer files are written: the run's tokenizer is longfold's {name}.{meaning}"
 
 
-def _card(source: Source, architecture: str, note: str) -> str:
+def _card(source: RunCheckpoint, architecture: str, note: str) -> str:
     data, run = source.config["data"], source.config["run"]
     return (
         f"# {run['name']}\n\n"

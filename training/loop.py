@@ -19,10 +19,10 @@ from data.loader import PackedLoader
 from models.decoder import Decoder
 from models.flops import flops_per_step, parameter_count
 from models.hf.weights import read_weights
-from models.initialise import Place, initialise
+from models.initialise import Distribute, initialise
 from training.config import Config, ConfigError, NonFinite, to_plain
 from training.interrupt import StopRequest
-from training.optim import build_optimizer, gradient_norm, learning_rate
+from training.optim.build import build_optimizer, gradient_norm, set_rates
 from training.outcome import Outcome, print_outcome
 from training.record.checkpoint import load_checkpoint, load_state, snapshot, write_checkpoint
 from training.record.folder import RunFolder, read_json, shared_folder, write_json
@@ -92,7 +92,7 @@ class Trainer:
         self.loader, self.held_out = team.together(lambda: open_loaders(config))
         self.model = Decoder(config.model, device="meta")
         self.share = Share(self.model, team, config.strategy, self._fill)
-        self.optimizer = build_optimizer(self.model, config.optim)
+        self.optimizer = build_optimizer(self.model, config.optim, config.run.precision)
         self.counters, self.step = Counters(), 0
         self._compiled = not config.model.compile  # whether the graphs of a step are there
         self._upcoming: PackedBatch | None = None
@@ -105,7 +105,7 @@ class Trainer:
         self.tracker: Tracker | None = None
         team.first_decides(self._open_records)
 
-    def _fill(self, model: Decoder, place: Place) -> None:
+    def _fill(self, model: Decoder, place: Distribute) -> None:
         """First weights, the same on every rank: a checkpoint's where the run starts from one, else random ones."""
         config = self.config
         if config.model.path is None or self.folder.checkpoint:
@@ -156,10 +156,8 @@ class Trainer:
         began = time.perf_counter()
         step = self.step + 1
         batch = self._next_batch()
-        lr = learning_rate(self.config.optim, step, self.config.run.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         run = self.config.run
+        lr = set_rates(self.optimizer, self.config.optim, step, run.steps)
         # the first step compiles its graphs, for which ranks take their own time
         with contextlib.nullcontext() if self._compiled else self.team.patience():
             found = forward_backward(self.model, batch, run.accumulate, run.precision, self.share)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from data.batch import IGNORE, PackedBatch
 from models.attend import Attend, local_attend
 from models.decoder import Decoder
-from models.initialise import Place, in_full
+from models.initialise import Distribute, in_full
 from parallel.api import ContextParallel
 from parallel.plan.ir import AttentionShape
 from parallel.strategy import Strategy
@@ -18,7 +18,7 @@ from training.config import Precision
 from training.team import Team
 
 AHEAD = 24  # micro-batches planned ahead, so that a step's and the next one's plans are all kept
-Fill = Callable[[Decoder, Place], None]  # gives every parameter its value, or the part of it that lies there
+Fill = Callable[[Decoder, Distribute], None]  # gives every parameter its value, or the part of it that lies there
 DTYPES = {torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -35,7 +35,7 @@ class TokenLosses(nn.Module):
 
 
 @dataclass(frozen=True)
-class Part:
+class LocalTokens:
     """The tokens [t] that this rank holds of a micro-batch, and attention among all the ranks that hold it."""
 
     tokens: Tensor
@@ -78,7 +78,7 @@ class Share:
         if model.config.compile:
             model.compile_layers()  # last: settling a single token would cost graphs of their own
 
-    def _allocate(self, team: Team, fill: Fill, place: Place) -> None:
+    def _allocate(self, team: Team, fill: Fill, place: Distribute) -> None:
         self.model.to_empty(device=self.device)
         team.together(lambda: fill(self.model, place))
 
@@ -91,7 +91,7 @@ class Share:
         """This replica's rows, in `accumulate` parts; the i-th parts of all replicas are one process's i-th."""
         return batch.micro_batches(accumulate * self.replicas)[self.replica :: self.replicas]
 
-    def part(self, micro: PackedBatch, precision: Precision) -> Part:
+    def part(self, micro: PackedBatch, precision: Precision) -> LocalTokens:
         """This rank's tokens of one of `micro_batches`; valid until the next call."""
         layout, config = micro.layout, self.model.config
         self.model.check_lengths(int(layout.lengths.max(initial=0)))
@@ -108,7 +108,7 @@ class Share:
             whole = [self.context.shard(t) for t in whole]
             self._work += self.context.work()
         tokens, positions, labels = (t.to(self.device) for t in whole)
-        return Part(tokens, positions, labels, attend)
+        return LocalTokens(tokens, positions, labels, attend)
 
     def prepare(self, batch: PackedBatch, accumulate: int, precision: Precision) -> None:
         """Begin to plan the exchanges of a batch that comes later, on a thread."""

@@ -20,8 +20,8 @@ from torch.distributed import distributed_c10d
 from parallel.runtime.groups import Groups
 from training.config import Config, ConfigError, to_plain
 from training.outcome import PeerLost
+from training.place import Place
 from training.record.hardware import pick_device
-from training.start.launch import Place
 
 T = TypeVar("T")
 PATIENCE = 20  # times run.timeout_s, where ranks may lawfully wait long: meeting, evaluating, saving

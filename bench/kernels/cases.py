@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from bench.kernels.compile import Case
-from bench.kernels.measure import Tile
+from bench.kernels.measure import LoopPass
 from bench.kernels.targets import TARGETS
 from kernels.attention.checks import MAX_HEAD_DIM
 from kernels.compile.specs import (
@@ -21,8 +21,7 @@ from kernels.compile.specs import (
     delta_spec,
     merge_spec,
 )
-from kernels.compile.tiling import Kernel, choose_tile, padded_width
-from kernels.compile.tiling import Tile as Chosen
+from kernels.compile.tiling import Kernel, Tile, choose_tile, padded_width
 from parallel.plan.codec import CODE_BITS, GROUPS, CodecSpec
 
 PRODUCTS: dict[Kernel, int] = {"fwd": 2, "dq": 3, "dkdv": 4}
@@ -45,7 +44,7 @@ def head_dim_argument(text: str) -> int:
 
 
 def attention_case(
-    kernel: Kernel, head_dim: int, dtype: str, target: str, on: Sequence[str] = (), tile: Chosen | None = None
+    kernel: Kernel, head_dim: int, dtype: str, target: str, on: Sequence[str] = (), tile: Tile | None = None
 ) -> Case:
     """A kernel of PRODUCTS at `tile`, by default as a launch chooses it; `on`: those of OPTIONS that are switched on.
 
@@ -60,7 +59,7 @@ def attention_case(
     spec = attention_spec(kernel, head_dim, dtype, target, tile, **switches)
     streamed = tile.block_m if kernel == "dkdv" else tile.block_n
     copied = 2 * streamed * padded_width(head_dim) * size  # keys and values, or queries and dout
-    once = Tile(tile.block_m, tile.block_n, head_dim, PRODUCTS[kernel])
+    once = LoopPass(tile.block_m, tile.block_n, head_dim, PRODUCTS[kernel])
     return Case(kernel, target, dtype, head_dim, spec, once, copied, option=" ".join(on))
 
 

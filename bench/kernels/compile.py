@@ -13,7 +13,7 @@ from typing import Any
 import triton
 from triton.compiler import ASTSource
 
-from bench.kernels.measure import KernelReport, Tile, measure
+from bench.kernels.measure import KernelReport, LoopPass, measure
 from bench.kernels.targets import TARGETS
 from kernels.compile.specs import KernelSpec
 
@@ -31,7 +31,7 @@ class Case:
     dtype: str
     head_dim: int
     spec: KernelSpec = field(repr=False)
-    tile: Tile | None = None
+    tile: LoopPass | None = None
     copied: int = 0
     peer: str | None = None
     shared_kernel: bool = False

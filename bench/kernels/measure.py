@@ -26,7 +26,7 @@ from bench.kernels.targets import Target, lanes, occupancy
 
 
 @dataclass(frozen=True)
-class Tile:
+class LoopPass:
     """One pass of a kernel's inner loop: `products` matrix products of rows x columns x depth."""
 
     rows: int
@@ -90,7 +90,7 @@ class KernelReport:
 
 
 def measure(
-    compiled: Any, target: Target, dtype: str, tile: Tile | None = None, copied: int = 0, others: bool = False
+    compiled: Any, target: Target, dtype: str, tile: LoopPass | None = None, copied: int = 0, others: bool = False
 ) -> KernelReport:
     """Read what Triton compiled.
 
@@ -167,7 +167,7 @@ def _loop(
     kind: str,
     target: Target,
     dtype: str,
-    tile: Tile,
+    tile: LoopPass,
     warps: int,
     copied: int,
 ) -> LoopReport:

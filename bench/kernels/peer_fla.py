@@ -11,7 +11,7 @@ import importlib.metadata
 from typing import Any
 
 from bench.kernels.compile import Case, describe
-from bench.kernels.measure import Tile
+from bench.kernels.measure import LoopPass
 
 _HEADS, _GROUP = 32, 4
 
@@ -45,7 +45,7 @@ def fla_cases(head_dim: int, dtype: str, target: str) -> list[Case]:
             }  # fmt: skip
             arguments = {p: known.get(p, f"*{dtype}:16") for p in fn.arg_names}
             products = {"fwd": 2, "dq": 3, "dkdv": 4}[kernel]
-            tile = Tile(rows, columns, head_dim, products)
+            tile = LoopPass(rows, columns, head_dim, products)
             # its launcher gives no number of stages: the compiler's default is 3 on NVIDIA, 2 on AMD
             spec = describe(fn, arguments, warps, 2 if target == "gfx942" else 3)
             cases.append(Case(kernel, target, dtype, head_dim, spec, tile, peer=peer))

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from bench.kernels.compile import Case, describe
-from bench.kernels.measure import Tile
+from bench.kernels.measure import LoopPass
 
 _HEADS, _GROUP, _TOKENS, _BLOCK = 32, 4, 16384, 128
 # (target, head dim) -> block_m, block_n, stages, warps of the forward
@@ -51,12 +51,12 @@ def flex_cases(head_dim: int, dtype: str, target: str) -> list[Case]:
     rows, columns, stages, warps = _FORWARD[target, head_dim]
     fn = _kernel("forward", head_dim, (("BLOCK_M", rows), ("BLOCK_N", columns)))
     cases = [Case("fwd", target, dtype, head_dim, describe(fn, _arguments(fn, dtype), warps, stages),
-                  Tile(rows, columns, head_dim, 2), peer=peer)]  # fmt: skip
+                  LoopPass(rows, columns, head_dim, 2), peer=peer)]  # fmt: skip
     m1, n1, m2, n2, stages, warps = _BACKWARD[target, head_dim]
     blocks = (("BLOCK_M1", m1), ("BLOCK_N1", n1), ("BLOCK_M2", m2), ("BLOCK_N2", n2))
     fn = _kernel("backward", head_dim, blocks)
     spec = describe(fn, _arguments(fn, dtype), warps, stages)
-    for kernel, tile in (("dq", Tile(m2, n2, head_dim, 3)), ("dkdv", Tile(m1, n1, head_dim, 4))):
+    for kernel, tile in (("dq", LoopPass(m2, n2, head_dim, 3)), ("dkdv", LoopPass(m1, n1, head_dim, 4))):
         cases.append(Case(kernel, target, dtype, head_dim, spec, tile, peer=peer, shared_kernel=True))
     return cases
 

@@ -25,17 +25,19 @@ from data.config import SourceConfig
 from data.prepare.shard_writer import ShardWriter, held_folder, write_whole
 from data.prepare.units import Unit, listing_hash, stamp, units
 from data.prepare.workers import TokenizerCall, coded_units
+from data.sources.kinds import SOURCES
 from data.sources.manifest import INPUT_FILE, MANIFEST_FILE, PROGRESS_FILE, VERSION, Manifest, ShardFile, read_manifest
 from data.sources.records import Records
-from data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-
-SOURCES = ("stdlib", "files", "hub")
+from data.tokenizers.table import load_tokenizer
+from data.tokenizers.tokenizer import Tokenizer
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m data.prepare", description="Tokenise a corpus once.")
-    parser.add_argument("--source", choices=SOURCES, required=True)
+    prepared = {name: kind.what for name, kind in SOURCES.items() if kind.prepared}
+    listed = "; ".join(f"{name}: {what}" for name, what in prepared.items())
+    parser.add_argument("--source", choices=prepared, required=True, help=listed)
     parser.add_argument("--out", type=Path, required=True, help="the folder to write, absent, empty or begun before")
     parser.add_argument("--tokenizer", required=True, help="byte, a tokenizer.json, or a tiktoken rank file")
     parser.add_argument("--tokenizer-pattern", help="for a rank file: gpt2, cl100k, o200k, llama3, qwen")
@@ -76,7 +78,7 @@ def _request(
     options: argparse.Namespace, config: SourceConfig, tokenizer: Tokenizer, stamps: list[list[Any]]
 ) -> dict[str, Any]:
     """What is prepared and how: the part of it that decides the manifest."""
-    keys = {"stdlib": (), "files": ("paths", "text_key"), "hub": ("path", "name", "split", "text_key")}[config.source]
+    keys = [key for key in SOURCES[config.source].keys if key in vars(options)]
     listing = {"listing_sha256": listing_hash(stamps)} if stamps else {}
     return {
         "version": VERSION,

@@ -7,7 +7,8 @@ from typing import Any
 
 from data.prepare.units import Coded, Unit, encode_unit
 from data.sources.records import Records
-from data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizers.table import load_tokenizer
+from data.tokenizers.tokenizer import Tokenizer
 
 TokenizerCall = tuple[str, str | None, str | None, str | None]  # what data.tokenizer.load_tokenizer is called with
 

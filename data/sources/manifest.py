@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from data.tokenizers.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
+from data.tokenizers.table import TOKENIZERS, load_tokenizer
+from data.tokenizers.tokenizer import Tokenizer
 
 VERSION = 1
 MANIFEST_FILE = "manifest.json"

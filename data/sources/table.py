@@ -1,4 +1,4 @@
-"""Where documents come from: the sources by name, and the tokenizer that codes them."""
+"""How the sources of `data/sources/kinds.py` are opened, and the tokenizer that codes their documents."""
 
 from collections.abc import Callable
 
@@ -10,10 +10,11 @@ from data.sources.manifest import read_manifest
 from data.sources.mixture import Mixture
 from data.sources.shards import from_shards
 from data.sources.synthetic import from_mix
-from data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizers.table import load_tokenizer
+from data.tokenizers.tokenizer import Tokenizer
 
-# What `data.source` names, and each part of `mix`, which is all of them at once.
-SOURCES: dict[str, Callable[[SourceConfig, Tokenizer, int, int, int], Source]] = {
+# By name; `mix` is several of them at once.
+OPENERS: dict[str, Callable[[SourceConfig, Tokenizer, int, int, int], Source]] = {
     "stdlib": from_stdlib,
     "files": from_paths,
     "hub": from_hub,
@@ -38,7 +39,7 @@ def open_source(
     known = shared.sources if isinstance(shared, Mixture) else [shared] * len(config.parts())
     opened = [
         old if old is not None and old.size is not None
-        else SOURCES[part.source](part, tokenizer, vocab_size, seed, config.seq_len)
+        else OPENERS[part.source](part, tokenizer, vocab_size, seed, config.seq_len)
         for part, old in zip(config.parts(), known, strict=True)
     ]  # fmt: skip
     if config.source != "mix":

@@ -5,7 +5,6 @@ Every tokenizer frames a document in the same way: [begin, text..., end], so tha
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -88,9 +87,6 @@ class ByteTokenizer:
         return array[array < self.byte_ids].astype(np.uint8).tobytes()
 
 
-TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {"byte": ByteTokenizer}
-
-
 def check_ids(ids: Sequence[int] | NDArray[np.integer], vocab_size: int) -> NDArray[np.int64]:
     """`ids` as int64. ValueError for one outside the vocabulary."""
     array = np.asarray(ids, np.int64)
@@ -98,47 +94,6 @@ def check_ids(ids: Sequence[int] | NDArray[np.integer], vocab_size: int) -> NDAr
     if bad.size:
         raise ValueError(f"token id {bad[0]} is outside the tokenizer's {vocab_size} ids")
     return array
-
-
-def load_tokenizer(
-    name: str, pattern: str | None = None, bos_token: str | None = None, eos_token: str | None = None
-) -> Tokenizer:
-    """The tokenizer called `name`: one of TOKENIZERS, a `tokenizers` JSON file (or a folder with one), or a rank file.
-
-    Args:
-        pattern: how a rank file's text is cut, a name in data.tokenizer_ranks.PATTERNS; None: told by the file's name.
-        bos_token, eos_token: the tokens that begin and end a document; None: told by the file's special tokens.
-
-    Raises:
-        ValueError: no such name or file, a file that is no tokenizer, or a setting that it would ignore.
-    """
-    set_keys = {"tokenizer_pattern": pattern, "bos_token": bos_token, "eos_token": eos_token}
-    for key, value in set_keys.items():
-        if value is not None and name in TOKENIZERS:
-            raise ValueError(f"data.{key}={value} is set, but data.tokenizer={name} does not read it; leave it out")
-    if name in TOKENIZERS:
-        return TOKENIZERS[name]()
-    path = Path(name).expanduser()
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    if not path.is_file():
-        known = ", ".join(TOKENIZERS)
-        raise ValueError(
-            f"data.tokenizer={name!r} is unknown: it is no file (looked for {path}); choose one of {known}, or give a "
-            "tokenizer.json or a tiktoken rank file"
-        )
-    if path.suffix == ".json":
-        if pattern is not None:
-            raise ValueError(
-                f"data.tokenizer_pattern={pattern} is set, but {name} brings its own pattern; leave it out, or give a "
-                "tiktoken rank file"
-            )
-        from data.tokenizers.json_file import JsonTokenizer
-
-        return JsonTokenizer(path, bos_token, eos_token)
-    from data.tokenizers.rank_file import RankTokenizer
-
-    return RankTokenizer(path, pattern, bos_token, eos_token)
 
 
 def identity_text(tokenizer: Tokenizer) -> str:

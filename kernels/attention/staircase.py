@@ -44,7 +44,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Tile:
+class GatheredTile:
     """Any queries against any keys, few of both: row i sees columns [lo[i], hi[i]) of the gathered keys.
 
     lo is None for a causal tile, which may be padded at its end without a mask.
@@ -57,7 +57,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TileBatch:
     """n tiles padded to one shape (R, C) and run in one call. Padding repeats a tile's own first token.
 
     q_index [n * R], k_index [n * C]: tokens to gather. q_slot, k_slot: which of the gathered entries are no padding;
@@ -84,13 +84,13 @@ class StaircasePlan:
     """The calls that together cover every allowed pair once."""
 
     slices: tuple[Slice, ...]
-    batches: tuple[Batch, ...]
+    batches: tuple[TileBatch, ...]
 
 
 @dataclass
 class _Cuts:
     slices: list[Slice] = field(default_factory=list)
-    tiles: list[Tile] = field(default_factory=list)
+    tiles: list[GatheredTile] = field(default_factory=list)
 
     def full(self, q0: int, q1: int, k0: int, k1: int) -> None:
         if q1 > q0 and k1 > k0:
@@ -140,7 +140,7 @@ def _components(k_start: np.ndarray, k_end: np.ndarray) -> list[tuple[int, int]]
     return list(zip(first.tolist(), (last + 1).tolist()))
 
 
-def _pooled_tile(pool: list[tuple[int, int]], k_start: np.ndarray, k_end: np.ndarray) -> Tile:
+def _pooled_tile(pool: list[tuple[int, int]], k_start: np.ndarray, k_end: np.ndarray) -> GatheredTile:
     """Several tiny components as one tile: block-diagonal, each row seeing what it saw."""
     rows, cols, lo, hi, base = [], [], [], [], 0
     for a, b in pool:
@@ -150,7 +150,7 @@ def _pooled_tile(pool: list[tuple[int, int]], k_start: np.ndarray, k_end: np.nda
         lo.append(k_start[a:b] - first + base)
         hi.append(k_end[a:b] - first + base)
         base += stop - first
-    return Tile(np.concatenate(rows), np.concatenate(cols), np.concatenate(lo), np.concatenate(hi))
+    return GatheredTile(np.concatenate(rows), np.concatenate(cols), np.concatenate(lo), np.concatenate(hi))
 
 
 def _cut_component(at: int, lo: np.ndarray, hi: np.ndarray, cuts: _Cuts) -> None:
@@ -158,7 +158,7 @@ def _cut_component(at: int, lo: np.ndarray, hi: np.ndarray, cuts: _Cuts) -> None
     n = len(lo)
     if lo[-1] == lo[0] and hi[0] == lo[0] + 1 and hi[-1] == lo[0] + n and np.all(np.diff(hi) == 1):
         if n <= MAX_BATCHED:
-            cuts.tiles.append(Tile(np.arange(at, at + n), np.arange(lo[0], hi[-1]), None, None))
+            cuts.tiles.append(GatheredTile(np.arange(at, at + n), np.arange(lo[0], hi[-1]), None, None))
         else:
             cuts.triangle("causal", at, int(lo[0]), n)
         return
@@ -230,7 +230,7 @@ def _cut_irregular(at: int, lo: np.ndarray, hi: np.ndarray, cuts: _Cuts) -> None
         parts = [(lo, np.minimum(hi, shared)), (np.maximum(lo, stop), hi)]
     elif n <= TILE and hi[-1] - lo[0] <= WIDEST_TILE:
         base = int(lo[0])
-        cuts.tiles.append(Tile(np.arange(at, at + n), np.arange(base, hi[-1]), lo - base, hi - base))
+        cuts.tiles.append(GatheredTile(np.arange(at, at + n), np.arange(base, hi[-1]), lo - base, hi - base))
         return
     else:
         parts = [(lo, hi)]
@@ -269,10 +269,10 @@ def _fused(slices: list[Slice]) -> list[Slice]:
     return fused
 
 
-def _groups(tiles: list[Tile], Tq: int) -> list[tuple[int, int, list[Tile]]]:
+def _groups(tiles: list[GatheredTile], Tq: int) -> list[tuple[int, int, list[GatheredTile]]]:
     """Tiles of like size in groups (R, C, tiles), such that no query is twice in a group."""
-    groups: list[tuple[int, int, list[Tile]]] = []
-    causal: list[Tile] = []
+    groups: list[tuple[int, int, list[GatheredTile]]] = []
+    causal: list[GatheredTile] = []
     for tile in sorted((t for t in tiles if t.lo is None), key=lambda t: len(t.rows)):
         if causal and len(tile.rows) > 1.15 * len(causal[0].rows) + 8:
             groups.append((len(causal[-1].rows), len(causal[-1].rows), causal))
@@ -280,7 +280,7 @@ def _groups(tiles: list[Tile], Tq: int) -> list[tuple[int, int, list[Tile]]]:
         causal.append(tile)
     if causal:
         groups.append((len(causal[-1].rows), len(causal[-1].rows), causal))
-    masked: dict[tuple[int, int, int], list[Tile]] = {}
+    masked: dict[tuple[int, int, int], list[GatheredTile]] = {}
     layer = np.zeros(Tq, np.int64)
     for tile in tiles:
         if tile.lo is not None:
@@ -290,7 +290,7 @@ def _groups(tiles: list[Tile], Tq: int) -> list[tuple[int, int, list[Tile]]]:
     return groups + [(R, C, group) for (R, C, _), group in masked.items()]
 
 
-def _stack(tiles: list[Tile], R: int, C: int, q_seen: np.ndarray, k_seen: np.ndarray) -> Batch:
+def _stack(tiles: list[GatheredTile], R: int, C: int, q_seen: np.ndarray, k_seen: np.ndarray) -> TileBatch:
     q_rows, k_rows = np.concatenate([t.rows for t in tiles]), np.concatenate([t.cols for t in tiles])
     fresh_q, fresh_k = not q_seen[q_rows].any(), not k_seen[k_rows].any()
     distinct = len(np.unique(k_rows)) == len(k_rows)
@@ -311,7 +311,7 @@ def _stack(tiles: list[Tile], R: int, C: int, q_seen: np.ndarray, k_seen: np.nda
         seen = torch.from_numpy((col >= lo[..., None]) & (col < hi[..., None]))
         bias = torch.zeros(n, 1, R, C).masked_fill_(~seen[:, None], -float("inf"))
     to = torch.from_numpy
-    return Batch(
+    return TileBatch(
         n, R, C,
         to(q_index.ravel()), to(k_index.ravel()),
         to(np.flatnonzero(q_live)), to(np.flatnonzero(k_live)),

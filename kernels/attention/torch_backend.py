@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.attention.autograd import Gradients, Passes, Saved, differentiable
 from kernels.attention.dense import CappedDense, Dense, FlashDense
 from kernels.attention.rounds import Rounds, Stats, row_delta
-from kernels.attention.staircase import Batch, Slice, StaircasePlan, plan_staircase
+from kernels.attention.staircase import Slice, StaircasePlan, TileBatch, plan_staircase
 from kernels.mask import IntervalMask
 from kernels.merge.merge import merge_into, sink_gradient
 
@@ -186,7 +186,7 @@ def _joined(part: Slice, x: Tensor) -> Tensor:
     return (x.flip(1) if part.kind == "anticausal" else x).flatten(0, 1)
 
 
-def _forward_batch(dense: Dense, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _forward_batch(dense: Dense, batch: TileBatch, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     qs, ks, vs = _gather(batch, q, k, v)
     o, log = dense.forward(qs, ks, vs, batch.bias is None, _bias(batch, q))
     o = _headed(o).reshape(batch.n * batch.R, *q.shape[1:]).index_select(0, batch.q_slot)
@@ -257,7 +257,7 @@ def _backward_slice(
 
 
 def _backward_batch(
-    dense: Dense, batch: Batch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
+    dense: Dense, batch: TileBatch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
 ) -> tuple[Tensor, ...]:
     qs, ks, vs = _gather(batch, q, k, v)
     tiles = (batch.n, batch.R)
@@ -280,14 +280,14 @@ def _scatter(grad: Tensor, g: Tensor, slot: Tensor, rows: Tensor, fresh: bool, d
         grad.index_copy_(0, rows, g.add_(grad.index_select(0, rows)))
 
 
-def _gather(batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _gather(batch: TileBatch, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The tiles' tokens as [n, heads, R or C, D]."""
     qs = q.index_select(0, batch.q_index).unflatten(0, (batch.n, batch.R))
     ks, vs = (x.index_select(0, batch.k_index).unflatten(0, (batch.n, batch.C)) for x in (k, v))
     return _headed(qs), _headed(ks), _headed(vs)
 
 
-def _bias(batch: Batch, q: Tensor) -> Tensor | None:
+def _bias(batch: TileBatch, q: Tensor) -> Tensor | None:
     return None if batch.bias is None else batch.bias.to(q.dtype)
 
 

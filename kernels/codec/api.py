@@ -16,16 +16,14 @@ wait for the device: where it is not the codec's, every value is NaN instead. No
 that codes do not depend on it. Transforms are linear, so sums are taken before the transform back.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Float32, UInt8
 from torch import Tensor
 
 from kernels.codec import torch_codec as fp8_torch
-from kernels.codec.operator import decode_op, decode_sum_encode_op, decode_sum_op, encode_op, spell
 from kernels.codec.wire import Codec, check_header, check_size, layout_of
 from kernels.compile.runtime import triton_installed
 
@@ -55,7 +53,7 @@ def encode(
 
 @torch.no_grad()
 def decode(
-    wire: UInt8[Tensor, ...],
+    wire: UInt8[Tensor, "..."],
     codec: Codec,
     shape: Sequence[int],
     dtype: torch.dtype = torch.float32,
@@ -82,7 +80,7 @@ def decode(
 
 @torch.no_grad()
 def decode_sum(
-    wires: UInt8[Tensor, ...], codec: Codec, shape: Sequence[int], trusted: bool = False
+    wires: UInt8[Tensor, "..."], codec: Codec, shape: Sequence[int], trusted: bool = False
 ) -> Float32[Tensor, "*shape"]:
     """The sum of n >= 1 wires' tensors, in fp32 throughout.
 
@@ -101,7 +99,7 @@ def decode_sum(
 
 @torch.no_grad()
 def decode_sum_encode(
-    wires: UInt8[Tensor, ...],
+    wires: UInt8[Tensor, "..."],
     codec: Codec,
     shape: Sequence[int],
     out: UInt8[Tensor, " size"] | None = None,
@@ -166,3 +164,73 @@ def _target(near: Tensor, codec: Codec, shape: Sequence[int], out: Tensor | None
             f"{out.stride()}, address {out.data_ptr() % 16} mod 16 and device {out.device}; cut it from an aligned slab"
         )
     return out
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A codec, read from the word by which it travels to an operator; `parallel/plan/codec.py` says what each choice
+    means."""
+
+    format: str
+    group: int
+    hadamard: bool
+    alpha: bool
+    view: str
+
+
+def spell(codec: Codec) -> str:
+    """The word that stands for `codec`: "e4m3/128/11/hidden"."""
+    return f"{codec.format}/{codec.group}/{codec.hadamard:d}{codec.alpha:d}/{codec.view}"
+
+
+def _read(word: str) -> Choices:
+    form, group, stages, view = word.split("/")
+    return Choices(form, int(group), stages[0] == "1", stages[1] == "1", view)
+
+
+@torch.library.custom_op("longfold::encode", mutates_args=())
+def encode_op(x: Tensor, codec: str) -> Tensor:
+    """`encode` as one operator in a compiler's graph."""
+    return encode(x, _read(codec))
+
+
+@encode_op.register_fake
+def _(x: Tensor, codec: str) -> Tensor:
+    return _new_wire(x, x.shape, codec)
+
+
+@torch.library.custom_op("longfold::decode", mutates_args=())
+def decode_op(wire: Tensor, codec: str, shape: Sequence[int], dtype: torch.dtype, trusted: bool) -> Tensor:
+    """`decode` as one operator in a compiler's graph."""
+    return decode(wire, _read(codec), shape, dtype, trusted).contiguous()
+
+
+@decode_op.register_fake
+def _(wire: Tensor, codec: str, shape: Sequence[int], dtype: torch.dtype, trusted: bool) -> Tensor:
+    return wire.new_empty(tuple(shape), dtype=dtype)
+
+
+@torch.library.custom_op("longfold::decode_sum", mutates_args=())
+def decode_sum_op(wires: Tensor, codec: str, shape: Sequence[int], trusted: bool) -> Tensor:
+    """`decode_sum` as one operator in a compiler's graph."""
+    return decode_sum(wires, _read(codec), shape, trusted).contiguous()
+
+
+@decode_sum_op.register_fake
+def _(wires: Tensor, codec: str, shape: Sequence[int], trusted: bool) -> Tensor:
+    return wires.new_empty(tuple(shape), dtype=torch.float32)
+
+
+@torch.library.custom_op("longfold::decode_sum_encode", mutates_args=())
+def decode_sum_encode_op(wires: Tensor, codec: str, shape: Sequence[int], trusted: bool) -> Tensor:
+    """`decode_sum_encode` as one operator in a compiler's graph."""
+    return decode_sum_encode(wires, _read(codec), shape, trusted=trusted)
+
+
+@decode_sum_encode_op.register_fake
+def _(wires: Tensor, codec: str, shape: Sequence[int], trusted: bool) -> Tensor:
+    return _new_wire(wires, shape, codec)
+
+
+def _new_wire(near: Tensor, shape: Sequence[int], codec: str) -> Tensor:
+    return near.new_empty(layout_of(_read(codec), shape).size, dtype=torch.uint8)

@@ -103,7 +103,7 @@ ARCHITECTURES = {
 
 
 @dataclass(frozen=True)
-class Piece:
+class StackedTensor:
     """One tensor of theirs, its shape, and the parameters that are stacked in it with their numbers of rows."""
 
     theirs: str
@@ -113,20 +113,20 @@ class Piece:
     transposed: bool
 
 
-def pieces(architecture: str, config: ModelConfig) -> list[Piece]:
+def pieces(architecture: str, config: ModelConfig) -> list[StackedTensor]:
     """The tensors of `config` in an `architecture` of ARCHITECTURES, in the table's order, layer by layer.
 
     Raises:
         CheckpointError: the architecture has no place for a parameter of the model, which it names.
     """
     shapes = parameter_shapes(config)
-    found: list[Piece] = []
+    found: list[StackedTensor] = []
     for theirs, ours, transposed in _expanded(ARCHITECTURES[architecture].rows, config.layers):
         if all(name in shapes for name in ours):
             parts = [shapes.pop(name) for name in ours]
             shape = (sum(part[0] for part in parts), *parts[0][1:])
             rows = tuple(part[0] for part in parts)
-            found.append(Piece(theirs, shape[::-1] if transposed else shape, ours, rows, transposed))
+            found.append(StackedTensor(theirs, shape[::-1] if transposed else shape, ours, rows, transposed))
     if shapes:
         raise CheckpointError(f"{architecture} has no place for {shorten(list(shapes))}.")
     return found
@@ -149,7 +149,7 @@ def _expanded(rows: tuple[Row, ...], layers: int) -> list[tuple[str, tuple[str, 
     ]
 
 
-def stored_pieces(folder: CheckpointFolder, architecture: str, config: ModelConfig) -> dict[str, Piece]:
+def stored_pieces(folder: CheckpointFolder, architecture: str, config: ModelConfig) -> dict[str, StackedTensor]:
     """The pieces of the model by their names in `folder`, once names, shapes and dtypes are known to be right.
 
     A tied model may store its head all the same (see `stored_head`); whether it equals the embedding is seen when it is

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.api import IntervalMask, attention
-from kernels.mask_spec import UNBOUNDED, Piece
+from kernels.mask_spec import UNBOUNDED, BandPiece
 
 BLOCK = 2**24  # pairs of an unknown mask that are looked at together
 # Tensors that models hand down and attention need not know; any other would change what it computes.
@@ -255,7 +255,7 @@ def _reached(
 ) -> tuple[Tensor, Tensor]:
     """[B, Tq] intervals of a reach around query i's own key, i + ahead."""
     at = (torch.arange(queries, device=device) + ahead).expand(rows, -1)
-    return Piece(*reach).keys(at, keys)
+    return BandPiece(*reach).keys(at, keys)
 
 
 def _evaluated(

@@ -16,22 +16,14 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from models.hf.config import read_config
 from models.hf.files import CONFIG, INDEX, SINGLE, CheckpointError, CheckpointFolder, open_folder
-from models.hf.names import Piece, pieces, stored_head, stored_pieces
-from models.initialise import Place, in_full
+from models.hf.names import StackedTensor, pieces, stored_head, stored_pieces
+from models.initialise import Distribute, in_full
 
 BYTES = {torch.bfloat16: 2, torch.float32: 4}
 
 
-def load_decoder(config: ModelConfig, path: Path, device: torch.device | str = "cpu") -> Decoder:
-    """A decoder with the weights of the checkpoint in `path`, in fp32; see `read_weights`."""
-    decoder = Decoder(config, device="meta")
-    decoder.to_empty(device=device)
-    read_weights(decoder, path)
-    return decoder
-
-
 @torch.no_grad()
-def read_weights(decoder: Decoder, path: Path, place: Place = in_full) -> None:
+def read_weights(decoder: Decoder, path: Path, place: Distribute = in_full) -> None:
     """Fill a decoder in place with the weights of the checkpoint in `path`, in its dtype whatever the files hold.
 
     Files are mapped and read one tensor at a time: beside the decoder, the largest tensor is held.
@@ -78,16 +70,16 @@ def _opened(folder: CheckpointFolder) -> Iterator[Callable[[str], Tensor]]:
 
 
 @dataclass(frozen=True)
-class Shard:
+class WeightFile:
     """A file of weights to be written, and what goes into it."""
 
     name: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StackedTensor, ...]
 
 
-def split_shards(architecture: str, config: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> list[Shard]:
+def split_shards(architecture: str, config: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> list[WeightFile]:
     """The model's tensors in order, in files of at most `shard_bytes`; a larger tensor has a file to itself."""
-    groups: list[list[Piece]] = [[]]
+    groups: list[list[StackedTensor]] = [[]]
     room = shard_bytes
     for piece in pieces(architecture, config):
         size = _numel(piece) * BYTES[dtype]
@@ -98,15 +90,16 @@ def split_shards(architecture: str, config: ModelConfig, dtype: torch.dtype, sha
         room -= size
     count = len(groups)
     if count == 1:
-        return [Shard(SINGLE, tuple(groups[0]))]
+        return [WeightFile(SINGLE, tuple(groups[0]))]
     return [
-        Shard(f"model-{number:05d}-of-{count:05d}.safetensors", tuple(group)) for number, group in enumerate(groups, 1)
+        WeightFile(f"model-{number:05d}-of-{count:05d}.safetensors", tuple(group))
+        for number, group in enumerate(groups, 1)
     ]
 
 
 @torch.no_grad()
 def write_weights(
-    folder: Path, shards: list[Shard], dtype: torch.dtype, read: Callable[[str], Tensor], done: Callable[[], None]
+    folder: Path, shards: list[WeightFile], dtype: torch.dtype, read: Callable[[str], Tensor], done: Callable[[], None]
 ) -> None:
     """Write `shards` into `folder`, with an index where there are several; one shard is held at a time.
 
@@ -149,5 +142,5 @@ def check_written(folder: Path, config: ModelConfig) -> None:
         raise CheckpointError(f"{folder / CONFIG} says {theirs}, where the model has {ours}.")
 
 
-def _numel(piece: Piece) -> int:
+def _numel(piece: StackedTensor) -> int:
     return int(torch.Size(piece.shape).numel())

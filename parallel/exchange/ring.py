@@ -16,7 +16,7 @@ from parallel.plan.tokens import EMPTY, EMPTY_SPANS, TokenSet, join_spans
 from parallel.plan.writer import Writer
 
 
-class Block:
+class RingBlock:
     """How the keys of member `home` travel: after h hops they lie at member (home + h) mod n."""
 
     def __init__(self, dealt: Dealt, home: int) -> None:
@@ -50,10 +50,10 @@ class _Ring:
     def __init__(self, w: Writer, lane: Lane) -> None:
         self.w, self.lane, kept = w, lane, lane.dealt.kept
         if "blocks" not in kept:
-            kept["blocks"] = [Block(lane.dealt, home) for home in range(lane.size)]
-        self.blocks: list[Block] = kept["blocks"]
+            kept["blocks"] = [RingBlock(lane.dealt, home) for home in range(lane.size)]
+        self.blocks: list[RingBlock] = kept["blocks"]
 
-    def here(self, step: int) -> Block:
+    def here(self, step: int) -> RingBlock:
         return self.blocks[(self.lane.me - step) % self.lane.size]
 
     def held(self, step: int) -> str:
@@ -134,7 +134,7 @@ class _Sums:
             self.homes[step] = ring.declare("home", "grad_kv", tokens, lane.me)
             self.recvs[step].append(lane.message(own.at(own.last), "grad_kv", "home", tokens, exact=True))
 
-    def _follow(self, step: int, block: Block) -> None:
+    def _follow(self, step: int, block: RingBlock) -> None:
         """What becomes of the sum of the block that lies here at `step`, to which this member adds."""
         lane, place, tokens = self.ring.lane, block.viewers.index(step), block.carried(block.viewers[0])
         name = f"grad_kv{step}"

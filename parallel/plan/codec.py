@@ -47,11 +47,6 @@ class CodecSpec:
                     f"a codec's {name} cannot be {getattr(self, name)!r}; use one of {', '.join(map(str, known))}"
                 )
 
-    @property
-    def spans_tokens(self) -> bool:
-        """Whether a group may hold values of two tokens, and so of two documents."""
-        return self.view == "tokens"
-
     def groups(self, shape: Sequence[int]) -> int:
         """Groups of a tensor; its first dim is tokens, the others are a token's values. One dim: values of one token.
 

@@ -154,7 +154,7 @@ class Attend(NamedTuple):
     heads: Heads
 
 
-class Stats(NamedTuple):
+class MakeStats(NamedTuple):
     """What backward needs of a finished partial result: lse, and delta = rowsum(dout * out)."""
 
     partial: str
@@ -207,7 +207,7 @@ class Free(NamedTuple):
     buffer: str
 
 
-Step = Post | Wait | Attend | Stats | AttendBackward | Merge | Add | Copy | Free
+Step = Post | Wait | Attend | MakeStats | AttendBackward | Merge | Add | Copy | Free
 
 
 @dataclass(slots=True)

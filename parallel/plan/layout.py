@@ -156,12 +156,6 @@ class PackedLayout:
     def padding_tokens(self) -> int:
         return self.total_tokens - self.valid_tokens
 
-    def documents_in_row(self, row: int) -> range:
-        """The indices of the documents that row `row` holds. ValueError where there is no such row."""
-        if not 0 <= row < self.num_rows:
-            raise ValueError(f"row {row} is outside the layout's {self.num_rows} rows")
-        return range(int(self._row_bounds[row]), int(self._row_bounds[row + 1]))
-
     def _token_index(self) -> NDArray[np.int64]:
         """int64 [valid]: flat offset of every token that belongs to a document, ascending."""
         within = np.arange(self.valid_tokens, dtype=np.int64)

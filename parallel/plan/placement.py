@@ -41,11 +41,6 @@ class Placement:
         """Units in a batch group."""
         return len(self.units) // self.groups
 
-    @property
-    def group_ranks(self) -> int:
-        """Ranks in a batch group."""
-        return self.mesh.cp // self.groups
-
     @cached_property
     def sets(self) -> tuple[TokenSet, ...]:
         """[cp]: each rank's tokens."""

@@ -16,11 +16,11 @@ from parallel.plan.ir import (
     Buffer,
     Copy,
     Free,
+    MakeStats,
     Merge,
     Message,
     Post,
     Program,
-    Stats,
     Step,
     Wait,
 )  # fmt: skip
@@ -29,9 +29,9 @@ from parallel.plan.mesh import MeshSpec
 from parallel.plan.placement import Placement
 from parallel.plan.tokens import TokenSet
 
-FORMAT = 1
+FORMAT = 2
 STEPS: dict[str, type] = {
-    step.__name__: step for step in (Post, Wait, Attend, Stats, AttendBackward, Merge, Add, Copy, Free)
+    step.__name__: step for step in (Post, Wait, Attend, MakeStats, AttendBackward, Merge, Add, Copy, Free)
 }
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.mask_spec import UNBOUNDED, MaskSpec, Piece
+from kernels.mask_spec import UNBOUNDED, BandPiece, MaskSpec
 from parallel.plan.layout import PackedLayout
 from parallel.plan.tokens import EMPTY, Spans, TokenSet, join_spans
 
@@ -46,7 +46,7 @@ class Segments(NamedTuple):
 class _Cells:
     """A piece of the mask over a layout: `queries` and `keys` are what the piece holds of each cell."""
 
-    def __init__(self, documents: Spaces, piece: Piece) -> None:
+    def __init__(self, documents: Spaces, piece: BandPiece) -> None:
         self.piece = piece
         cells, begin = documents, documents.starts
         if piece.chunk is not None:
@@ -217,7 +217,7 @@ class Visibility:
         return total
 
 
-def _segment_pairs(q: Segments, k: Segments, piece: Piece) -> int:
+def _segment_pairs(q: Segments, k: Segments, piece: BandPiece) -> int:
     """Pairs summed over rows of segments that share a cell."""
     before, after = piece.before, piece.after
     dense = k.stride == 1

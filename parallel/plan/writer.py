@@ -12,11 +12,11 @@ from parallel.plan.ir import (
     Free,
     Heads,
     Kind,
+    MakeStats,
     Merge,
     Message,
     Post,
     Program,
-    Stats,
     Wait,
 )  # fmt: skip
 from parallel.plan.tokens import TokenSet
@@ -73,7 +73,7 @@ class Writer:
 
     def stats(self, partial: str, grad_out: str, into: str) -> None:
         if self._has(partial):
-            self.program.steps.append(Stats(partial, grad_out, into))
+            self.program.steps.append(MakeStats(partial, grad_out, into))
 
     def merge(self, source: str, into: str) -> None:
         if self._has(source):

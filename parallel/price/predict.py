@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallel.plan.ir import Add, Attend, AttendBackward, Copy, Merge, Post, Program, Stats, Step, Wait, token_bytes
+from parallel.plan.ir import Add, Attend, AttendBackward, Copy, MakeStats, Merge, Post, Program, Step, Wait, token_bytes
 from parallel.plan.plan import DIRECTIONS, Plan, message_bytes
 from parallel.plan.tokens import TokenSet
 from parallel.price.cluster import AttentionTime, Cluster
@@ -107,7 +107,7 @@ class _Prices:
             return 2 * (passes + self._pass(program, step.into_kv, step.k_tokens.count, heads))
         if isinstance(step, Add | Copy):
             return 2 * self._pass(program, step.into, step.tokens.count, step.heads)
-        if isinstance(step, Merge | Stats):
+        if isinstance(step, Merge | MakeStats):
             name = step.source if isinstance(step, Merge) else step.partial
             buffer = program.buffers[name]
             return 2 * self._pass(program, name, buffer.tokens.count, buffer.heads)

@@ -25,11 +25,11 @@ from parallel.plan.ir import (
     Copy,
     Free,
     Heads,
+    MakeStats,
     Merge,
     Message,
     Post,
     Program,
-    Stats,
     Step,
     Wait,
     fields_of,
@@ -130,7 +130,7 @@ class _Machine:
             self._attend(rank, step)
         elif isinstance(step, AttendBackward):
             self._attend_backward(rank, step)
-        elif isinstance(step, Stats):
+        elif isinstance(step, MakeStats):
             self._stats(rank, step)
         elif isinstance(step, Copy):
             self._move(rank, step.source, step.into, step.tokens, step.heads, add=False)
@@ -206,7 +206,7 @@ class _Machine:
         self._read(rank, step.kv, step.k_tokens, self.plan.shape.key_heads(step.heads))
         return Block(step.q_tokens, step.k_tokens, step.heads)
 
-    def _stats(self, rank: int, step: Stats) -> None:
+    def _stats(self, rank: int, step: MakeStats) -> None:
         buffer = self._buffer(rank, step.partial)
         self._read(rank, step.partial, buffer.tokens, buffer.heads)
         self._read(rank, step.grad_out, buffer.tokens, buffer.heads)

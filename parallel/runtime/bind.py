@@ -17,7 +17,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 
 @dataclass(frozen=True)
-class Part:
+class WireField:
     """Where a field lies in a wire, its dtype, and its shape: [tokens, heads, width], or [heads, tokens] for lse."""
 
     name: str
@@ -43,7 +43,7 @@ class BoundPlan:
         self.programs: dict[str, Program] = {"forward": forward, "backward": backward}
         self.shape = plan.shape
         self._rows: dict[tuple[bytes, bytes], Rows] = {}
-        self._parts: dict[Buffer | Message, list[Part]] = {}
+        self._parts: dict[Buffer | Message, list[WireField]] = {}
         self._masks: dict[tuple[bytes, bytes], Sequence[IntervalMask]] = {}
         self._starts = torch.from_numpy(plan.placement.layout.starts.copy())
         self._stops = torch.from_numpy(plan.placement.layout.stops.copy())
@@ -89,7 +89,7 @@ class BoundPlan:
             found = self._masks[key] = tuple(band.to(self.device) for band in bands)
         return found
 
-    def parts(self, item: Buffer | Message) -> list[Part]:
+    def parts(self, item: Buffer | Message) -> list[WireField]:
         """The fields of a buffer or a message, one after the other in a flat wire."""
         if item in self._parts:
             return self._parts[item]
@@ -101,7 +101,7 @@ class BoundPlan:
             shape = (
                 (heads, item.tokens.count) if per_head else (item.tokens.count, heads, width_of(field.name, self.shape))
             )
-            parts.append(Part(field.name, traffic, self.dtype(item.exact and field.exact), shape, first, stop))
+            parts.append(WireField(field.name, traffic, self.dtype(item.exact and field.exact), shape, first, stop))
             first = stop
         self._parts[item] = parts
         return parts

@@ -23,15 +23,15 @@ from parallel.plan.ir import (
     Copy,
     Free,
     Heads,
+    MakeStats,
     Merge,
     Message,
     Post,
     Step,
     Wait,
 )  # fmt: skip
-from parallel.plan.ir import Stats as StatsStep
 from parallel.plan.tokens import TokenSet
-from parallel.runtime.bind import BoundPlan, Part, Rows
+from parallel.runtime.bind import BoundPlan, Rows, WireField
 from parallel.runtime.buffers import BufferPool
 from parallel.runtime.comm import Parcel, Recorder, Transport
 
@@ -196,7 +196,7 @@ class Execution:
         waiting.handle = self.transport.post(step.comm, sends, recvs)
         self.pending[step.comm, step.batch] = waiting
 
-    def _wire(self, message: Message, parts: list[Part]) -> Tensor:
+    def _wire(self, message: Message, parts: list[WireField]) -> Tensor:
         """A slab for a message, with room for all the tokens that its buffer may hold."""
         room = max(self.program.buffers[message.buffer].capacity, message.tokens.count)
         return self.pool.take(parts[-1].stop // message.tokens.count * room)
@@ -256,7 +256,7 @@ class Execution:
                 head_map,
             )
 
-    def _stats(self, step: StatsStep) -> None:
+    def _stats(self, step: MakeStats) -> None:
         acc, dout = self.get(step.partial).tensors, self.get(step.grad_out).tensors["dout"]
         made = self.rounds.stats(acc["out"], dout, acc["lse"])
         self.held[step.into] = Held({"lse": acc["lse"]}, stats=made)
@@ -345,7 +345,7 @@ def saved_buffers(run: Execution, dtype: torch.dtype) -> dict[str, dict[str, Ten
     return {**kept, "acc": {"out": acc["out"].to(dtype), "lse": acc["lse"]}}
 
 
-def _view(flat: Tensor, part: Part) -> Tensor:
+def _view(flat: Tensor, part: WireField) -> Tensor:
     return flat[part.first : part.stop].view(part.dtype).view(part.shape)
 
 
@@ -353,7 +353,7 @@ _ACTIONS: dict[type, Callable[[Execution, Any], None]] = {
     Post: Execution._post,
     Wait: Execution._wait,
     Attend: Execution._attend,
-    StatsStep: Execution._stats,
+    MakeStats: Execution._stats,
     AttendBackward: Execution._attend_backward,
     Merge: Execution._merge,
     Add: Execution._add,

@@ -32,7 +32,6 @@ class LoopbackResult:
     dsink: Tensor | None = None
     events: list[tuple[int, str, str, Step]] = field(default_factory=list)
     recorder: Recorder = field(default_factory=Recorder)
-    pool_bytes: list[int] = field(default_factory=list)
 
 
 def run_loopback(
@@ -89,7 +88,6 @@ def run_loopback(
         if sink is not None:
             parts = [run.sink_grad for run in runs if run.sink_grad is not None]
             result.dsink = torch.stack(parts).sum(0) if parts else torch.zeros_like(sink)
-    result.pool_bytes = [pool.total for pool in pools]
     return result
 
 

@@ -15,7 +15,7 @@ BUNDLES = 32  # of a rank's tokens: documents shorter than that part are dealt s
 FULL = 0.9  # of a rank's tokens
 
 
-class Part(NamedTuple):
+class DocumentPart(NamedTuple):
     """Spans of one document for one rank."""
 
     work: float
@@ -24,37 +24,37 @@ class Part(NamedTuple):
     spans: tuple[Span, ...]
 
     @classmethod
-    def of(cls, document: int, spans: Iterable[Span]) -> "Part":
+    def of(cls, document: int, spans: Iterable[Span]) -> "DocumentPart":
         spans = tuple(spans)
         work = sum((hi - lo) * (lo + hi + 1) / 2 for lo, hi in spans)
         return cls(work, sum(hi - lo for lo, hi in spans), document, spans)
 
     @classmethod
-    def whole(cls, document: int, lo: int, hi: int) -> "Part":
+    def whole(cls, document: int, lo: int, hi: int) -> "DocumentPart":
         return cls((hi - lo) * (lo + hi + 1) / 2, hi - lo, document, ((lo, hi),))
 
 
 def _cut(
     document: int, lo: int, hi: int, ranks: int, tokens: int, limit: float, full: float, carried: float
-) -> list[Part]:
+) -> list[DocumentPart]:
     """A span whole, or for as few ranks as can carry it: of equal work one after the other, or, where the first of
     these holds more than `full` of a rank's tokens, as a zigzag."""
-    whole, length = Part.whole(document, lo, hi), hi - lo
+    whole, length = DocumentPart.whole(document, lo, hi), hi - lo
     if whole.work <= limit and length <= tokens:
         return [whole]
     n = min(ranks, length, max(-(-length // max(tokens, 1)), int(-(-whole.work // (limit * carried)))))
     cuts = [round(sqrt(lo * lo + (hi * hi - lo * lo) * (i / n))) for i in range(n + 1)]
     if cuts[1] - lo <= full * tokens:
-        return [Part.of(document, [span]) for span in pairwise(cuts) if span[0] < span[1]]
+        return [DocumentPart.of(document, [span]) for span in pairwise(cuts) if span[0] < span[1]]
     edges = [lo + i * length // (2 * n) for i in range(2 * n + 1)]
     pairs = [[(edges[i], edges[i + 1]), (edges[2 * n - 1 - i], edges[2 * n - i])] for i in range(n)]
     pairs[-1] = [(edges[n - 1], edges[n + 1])]
-    return [Part.of(document, [span for span in pair if span[0] < span[1]]) for pair in pairs]
+    return [DocumentPart.of(document, [span for span in pair if span[0] < span[1]]) for pair in pairs]
 
 
-def _bundles(parts: Sequence[Part], most: int) -> Iterable[Sequence[Part]]:
+def _bundles(parts: Sequence[DocumentPart], most: int) -> Iterable[Sequence[DocumentPart]]:
     """Parts as they come, short ones that follow one another together up to `most` tokens."""
-    bundle: list[Part] = []
+    bundle: list[DocumentPart] = []
     room = most
     for part in parts:
         if bundle and part.tokens > room:

@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bench.exact import brute_force, planned, received, solve, value
+from bench.exact import planned, received, solve, value
 from bench.plans.__main__ import entries, main, measure
 from bench.plans.packs import bounds, packs
 from bench.plans.peers import PEERS
@@ -79,6 +80,18 @@ def test_planned_time_beats_every_peer(ranks: int, tokens: int, mix: str):
         if entry.strategy is None or (entry.name == "flashcp_hsap" and planner and planner.objective == "time"):
             seconds[entry.name] = measure(entry, lengths, ranks, cluster)["total_ms"]
     assert min(seconds, key=lambda name: seconds[name]) == "flashcp_hsap", seconds
+
+
+def brute_force(lengths: list[int], ranks: int, limit: float) -> float | None:
+    """The least `value` over all plans, or None where none keeps the limit. For about ten cells."""
+    cells, best = sum(lengths), None
+    for owner in product(range(ranks), repeat=cells):
+        if any(owner.count(rank) * ranks != cells for rank in range(ranks)):
+            continue
+        keys, work = received(lengths, owner, ranks)
+        if max(work) <= limit and (best is None or value(keys) < best):
+            best = value(keys)
+    return best
 
 
 def test_solver_equals_brute_force():

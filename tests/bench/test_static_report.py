@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.kernels.__main__ import main
-from bench.kernels.measure import KernelReport, LoopReport, Tile
+from bench.kernels.measure import KernelReport, LoopPass, LoopReport
 from bench.kernels.targets import TARGETS, occupancy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,7 +72,7 @@ def test_backward_is_its_kernels_over_five_products():
     parts = {}
     for kernel, products in (("dq", 3), ("dkdv", 4)):
         case = attention_case(kernel, 128, "bf16", "sm_90")
-        assert isinstance(case.tile, Tile)
+        assert isinstance(case.tile, LoopPass)
         tensor = products * 2 * case.tile.rows * case.tile.columns * 128 / 4096
         # the full loop counts, and where it is bound by the tensor cores, their cycles
         full = loop("full", tensor, tensor * (2.0 if kernel == "dq" else 0.5), 0.0, 0.0)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from bench.kernels.compile import Case, compile_case, describe
-from bench.kernels.measure import Tile, measure
+from bench.kernels.measure import LoopPass, measure
 from bench.kernels.targets import TARGETS
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     target, dtype, warps, exp = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "exp"
     arguments = {"A": f"*{dtype}:16", "B": f"*{dtype}:16", "C": "*fp32:16", "K": "i32:16"}
     constants = {"EXP": exp, "M": 64, "N": 64, "STEP": 32}
-    tile = Tile(64, 64, 32, 1)
+    tile = LoopPass(64, 64, 32, 1)
     case = Case("matmul", target, dtype, 32, describe(matmul, arguments | constants, warps, 2), tile)
     report = measure(compile_case(case), TARGETS[target], dtype, tile)
     print(json.dumps(dataclasses.asdict(report)))

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from data.config import DataConfig, MixPart
+from data.config import DataConfig, MixPart, SourceConfig
+from data.sources.kinds import SOURCES
+from data.sources.table import OPENERS
 
 PRESETS = sorted(Path("conf/data").glob("*.yaml"))
 
@@ -32,10 +34,12 @@ def test_every_preset_fits_the_schema(path: Path) -> None:
     config.validate()
 
 
-def test_every_source_has_a_preset() -> None:
-    from data.sources.table import SOURCES
-
-    assert {path.stem for path in PRESETS} == {*SOURCES, "mix"}
+def test_the_table_of_sources_is_whole() -> None:
+    """Each source has a preset and, alone or as parts of a mixture, an opener; each key has a reader."""
+    assert {path.stem for path in PRESETS} == {*SOURCES} == {*OPENERS, "mix"}
+    keys = {key for kind in SOURCES.values() for key in kind.keys}
+    assert keys == {field.name for field in fields(SourceConfig)} - {"source"} | {"sources"}
+    assert all(set(kind.needs) <= set(kind.keys) for kind in SOURCES.values())
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from data.config import DataConfig
 from data.loader import PackedLoader
 from data.packing import PACKINGS, Piece
 from data.sources.mixes import MIXES
-from data.sources.table import SOURCES
+from data.sources.table import OPENERS
 
 BYTES = torch.tensor([1] * 256 + [0] * 2)  # bytes of text that each id stands for
 SIZES = [0, 1, 2, 3, 7, 13, 30, 31, 64, 100, 5, 6, 11, 40, 17, 9, 23, 1, 2, 19]  # bytes; rows hold 32 tokens
@@ -343,7 +343,7 @@ def test_every_mix_packs(mix: str, packing: str) -> None:
         assert (packing != "stream") or batch.padding_tokens == 0
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", OPENERS)
 def test_every_source_loads(source: str, source_keys: Callable[[str], dict[str, Any]]) -> None:
     config = DataConfig(source=source, seq_len=31, rows=2, eval_fraction=0.4, **source_keys(source))
     batch = PackedLoader(config, 258, 0).batch(0)

@@ -11,7 +11,7 @@ import torch
 
 from kernels import mask_spec
 from kernels.mask import document_masks, position_masks
-from kernels.mask_spec import UNBOUNDED, Band, MaskSpec, Piece
+from kernels.mask_spec import UNBOUNDED, Band, BandPiece, MaskSpec
 from parallel.plan.layout import PackedLayout
 from tests.masks import allowed, every_mask, seen_inside
 
@@ -126,7 +126,12 @@ def test_a_mask_in_words():
 
 
 def test_pieces_out_of_order_are_refused():
-    for pieces in ((), (Piece(q_stop=4),), (Piece(q_stop=4), Piece(q_start=5)), (Piece(q_start=4), Piece(q_stop=4))):
+    for pieces in (
+        (),
+        (BandPiece(q_stop=4),),
+        (BandPiece(q_stop=4), BandPiece(q_start=5)),
+        (BandPiece(q_start=4), BandPiece(q_stop=4)),
+    ):
         with pytest.raises(ValueError, match="follow one another"):
             Band(pieces)
 

@@ -20,8 +20,7 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from models.hf.config import read_config
 from models.hf.files import CheckpointError, open_folder
-from models.hf.weights import load_decoder
-from tests.checkpoints import FAMILIES, load_back, save, theirs
+from tests.checkpoints import FAMILIES, load_back, load_decoder, save, theirs
 from tests.data.conftest import train as train_tokenizer
 from training.config import Config, ConfigError, Resume
 from training.export import export_run, find_source, main

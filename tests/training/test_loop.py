@@ -16,7 +16,7 @@ from data.batch import PackedBatch
 from data.loader import PackedLoader
 from models.attend import local_attend
 from models.decoder import Decoder
-from training.config import Config, ConfigError, NonFinite, Precision, Resume, Schedule
+from training.config import Config, ConfigError, LrSchedule, NonFinite, Precision, Resume
 from training.record.checkpoint import complete_checkpoints
 from training.record.metrics import read_metrics
 from training.share import Share
@@ -294,7 +294,7 @@ OPTIONS = {
     "accumulate": {"run": {"accumulate": 4}},
     "synthetic": {"data": {"source": "synthetic", "paths": []}},
     "no evaluation": {"data": {"eval_fraction": 0.0}},
-    "no clipping, wsd": {"optim": {"clip_norm": None, "schedule": Schedule.wsd, "decay_steps": 3}},
+    "no clipping, wsd": {"optim": {"clip_norm": None, "schedule": LrSchedule.wsd, "decay_steps": 3}},
     "everything on": {
         "model": {"window": [9, None], "softcap": 20.0, "sink": True, "qk_norm": True, "recompute": True},
         "run": {"accumulate": 2, "precision": Precision.bf16},

@@ -47,13 +47,6 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = Tr
     return Snapshot(gathered(_own_tensors(model)), gathered(_optimizer_tensors(model, optimizer)))
 
 
-def save_checkpoint(
-    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: int
-) -> Path:
-    """`write_checkpoint` of a model that lies on this rank alone."""
-    return write_checkpoint(folder, step, snapshot(model, optimizer), state, keep)
-
-
 def write_checkpoint(folder: Path, step: int, tensors: Snapshot, state: dict[str, Any], keep: int) -> Path:
     """Write `folder/step_<step>` and drop all but the newest `keep` complete checkpoints.
 

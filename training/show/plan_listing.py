@@ -6,10 +6,10 @@ from parallel.plan.ir import (
     AttendBackward,
     Copy,
     Free,
+    MakeStats,
     Merge,
     Message,
     Post,
-    Stats,
     Step,
     Wait,
 )  # fmt: skip
@@ -46,7 +46,7 @@ def _lines(step: Step) -> list[str]:
     if isinstance(step, AttendBackward):
         where = f"{step.q} [{ranges(step.q_tokens)}] over {step.kv} [{ranges(step.k_tokens)}]"
         return [f"attend backward {where} into {step.into_q} and {step.into_kv}"]
-    if isinstance(step, Stats):
+    if isinstance(step, MakeStats):
         return [f"stats of {step.partial} and {step.grad_out} into {step.into}"]
     if isinstance(step, Add | Copy):
         verb = "add" if isinstance(step, Add) else "copy"

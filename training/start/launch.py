@@ -13,23 +13,13 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from training.config import Config, ConfigError, Task
 from training.outcome import Outcome
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a process sits among the ranks of a run; `address` is where they meet (a torch init_method)."""
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-    address: str = ""
+from training.place import Place
 
 
 def launch(config: Config) -> Outcome:

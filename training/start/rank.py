@@ -7,8 +7,8 @@ from kernels.api import BACKENDS
 from training.config import Config, ConfigError
 from training.loop import train
 from training.outcome import Outcome, PeerLost
+from training.place import Place
 from training.record.hardware import pick_device
-from training.start.launch import Place
 from training.team import is_peers_failure, join, part
 
 

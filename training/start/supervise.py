@@ -22,7 +22,7 @@ from typing import IO
 
 from training.config import Config
 from training.outcome import Outcome, RankFailed
-from training.start.launch import Place
+from training.place import Place
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from training.start.worker import main; main()"

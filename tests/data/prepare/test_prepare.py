@@ -25,8 +25,6 @@ from data.prepare.shard_writer import held_folder
 from data.sources.manifest import Manifest
 from data.split import split_documents
 
-Run = Callable[..., Manifest]
-
 
 def run(out: Path, *arguments: str, workers: int = 1, tokenizer: str = "byte", shard_tokens: int = 3000) -> Manifest:
     rest = ("--tokenizer", tokenizer, "--workers", str(workers), "--shard-tokens", str(shard_tokens))

@@ -16,7 +16,7 @@ from data.sources.documents import Source
 from data.sources.files import listed_files
 from data.sources.mixes import MIXES, sample_length
 from data.sources.synthetic import SyntheticDocuments
-from data.sources.table import SOURCES, open_source
+from data.sources.table import OPENERS, open_source
 from data.tokenizers.tokenizer import ByteTokenizer
 
 tokenizer = ByteTokenizer()
@@ -227,7 +227,7 @@ def test_one_token_documents_are_drawn() -> None:
     assert source.tokens(0).tolist() == [256]
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", OPENERS)
 def test_every_source_keeps_the_protocol(name: str, source_keys: Callable[[str], dict[str, Any]]) -> None:
     source = open_source(DataConfig(source=name, **source_keys(name)), tokenizer, 258, 1)
     assert isinstance(source, Source)

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.tokenizers.tokenizer import TOKENIZERS, ByteTokenizer
+from data.tokenizers.table import TOKENIZERS
+from data.tokenizers.tokenizer import ByteTokenizer
 
 tokenizer = ByteTokenizer()
 

@@ -19,7 +19,8 @@ from data.bigram import bigram_bits_per_byte
 from data.config import DataConfig
 from data.loader import PackedLoader
 from data.tokenizers.rank_file import PATTERNS
-from data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizers.table import load_tokenizer
+from data.tokenizers.tokenizer import Tokenizer
 from tests.data.conftest import train, write_ranks
 
 Bpe = Callable[[str], Path]

@@ -12,9 +12,9 @@ from torch.library import opcheck
 
 from kernels.api import IntervalMask, attention, merge
 from kernels.attention.autograd import attention_backward_op, attention_op
-from kernels.codec import operator as codec_op
+from kernels.codec import api as codec_api
 from kernels.codec.api import decode, decode_sum, decode_sum_encode, encode
-from kernels.merge.operator import merge_backward_op, merge_op
+from kernels.merge.merge import merge_backward_op, merge_op
 from parallel.plan.codec import CODECS
 
 pytestmark = pytest.mark.usefixtures("traceable")  # torch traces through fake results with symbolic sizes
@@ -73,14 +73,14 @@ def test_opcheck_merge() -> None:
 def test_opcheck_codec(name: str) -> None:
     spec = CODECS[name]
     assert spec is not None
-    codec = codec_op.spell(replace(spec, group=32, view="strided"))
+    codec = codec_api.spell(replace(spec, group=32, view="strided"))
     x = torch.randn(9, 40)
-    wire = codec_op.encode_op(x, codec)
+    wire = codec_api.encode_op(x, codec)
     wires = torch.stack([wire, wire])
-    opcheck(codec_op.encode_op, (x, codec))
-    opcheck(codec_op.decode_op, (wire, codec, [9, 40], torch.bfloat16, False))
-    opcheck(codec_op.decode_sum_op, (wires, codec, [9, 40], False))
-    opcheck(codec_op.decode_sum_encode_op, (wires, codec, [9, 40], True))
+    opcheck(codec_api.encode_op, (x, codec))
+    opcheck(codec_api.decode_op, (wire, codec, [9, 40], torch.bfloat16, False))
+    opcheck(codec_api.decode_sum_op, (wires, codec, [9, 40], False))
+    opcheck(codec_api.decode_sum_encode_op, (wires, codec, [9, 40], True))
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])

@@ -41,7 +41,7 @@ def test_outlying_tokens_stay_in_theirs():
 
 def test_kept_tokens_never_share_a_group():
     codecs = alternatives(CodecSpec(), (256, 256), keep_tokens=True)
-    assert len(codecs) > 1 and not any(codec.spans_tokens for codec in codecs)
+    assert len(codecs) > 1 and not any(codec.view == "tokens" for codec in codecs)
     sizes = {codec.wire_bytes((256, 256)) for codec in codecs}
     assert max(sizes) == CodecSpec().wire_bytes((256, 256))
 

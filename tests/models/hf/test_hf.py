@@ -18,9 +18,9 @@ from models.hf.config import DEFAULTS, read_config
 from models.hf.files import CheckpointError, open_folder
 from models.hf.fit import fitting_architecture, write_config
 from models.hf.names import ARCHITECTURES, pieces, stored_pieces
-from models.hf.weights import load_decoder, split_shards
+from models.hf.weights import split_shards
 from models.parameters import parameter_shapes
-from tests.checkpoints import FAMILIES, LLAMA31, SHAPE, make_model, save, theirs
+from tests.checkpoints import FAMILIES, LLAMA31, SHAPE, load_decoder, make_model, save, theirs
 
 TOLERANCE = 1e-4
 TINY = {"model_type": "llama", **SHAPE}

@@ -50,9 +50,10 @@ def test_our_chunks_are_transformers_chunks(size: int):
         assert (seen_inside(MaskSpec(chunk=size), length) == chunked(size, length)).all()
 
 
-@pytest.mark.parametrize(
-    "options", [dict(chunk=[8, None]), dict(chunk=[None, 5]), dict(prefix=6, chunk=[8, None])], ids=str
-)
+OPTIONS = [dict(chunk=[8, None]), dict(chunk=[None, 5]), dict(prefix=6, chunk=[8, None])]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_packed_documents_equal_transformers_on_each_alone(tmp_path, options: dict):
     model = save("llama", tmp_path)
     config = dataclasses.replace(read_config(open_folder(tmp_path).config)[1], **options)

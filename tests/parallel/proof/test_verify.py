@@ -16,11 +16,11 @@ from parallel.plan.ir import (
     AttentionShape,
     Copy,
     Free,
+    MakeStats,
     Merge,
     Message,
     Post,
     Program,
-    Stats,
     Step,
     Wait,
 )  # fmt: skip
@@ -79,7 +79,7 @@ def test_any_doubled_step_is_found(name: str, direction: str, rank: int, data: s
     plan = make(name)
     steps = getattr(plan, direction)[rank].steps
     # copying twice gives no other numbers, nor do the same stats, nor the zeros that a gather's useless blocks return
-    harmless = (Copy, Stats, Add) if name in GATHERS else (Copy, Stats)
+    harmless = (Copy, MakeStats, Add) if name in GATHERS else (Copy, MakeStats)
     places = [i for i, step in enumerate(steps) if not isinstance(step, harmless)]
     assume(places)
     at = data.draw(st.sampled_from(places))
@@ -124,7 +124,7 @@ def resend(step: Step, **new: object) -> Step:
         ("zigzag_ring", "forward", Free, lambda s: s._replace(buffer="q"), "no temporary"),
         ("zigzag_ring", "backward", AttendBackward, lambda s: s._replace(q_tokens=s.q_tokens.cut(0, 2)), "0 times"),
         ("zigzag_ring", "backward", Add, lambda s: s._replace(tokens=s.tokens.cut(0, 1)), "times"),
-        ("zigzag_ring", "backward", Stats, lambda s: s._replace(into="grad_q"), "nothing was written"),
+        ("zigzag_ring", "backward", MakeStats, lambda s: s._replace(into="grad_q"), "nothing was written"),
         ("distflash", "forward", Merge, lambda s: s._replace(into="partial1.9"), "not declared"),
         ("ulysses", "forward", Copy, lambda s: s._replace(heads=(0, 0)), "does not hold|nothing was written"),
         ("ulysses", "forward", Copy, lambda s: s._replace(into="q"), "is an input|does not hold"),

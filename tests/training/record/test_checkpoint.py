@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +27,15 @@ def trained(seed: int = 0, width: int = 4) -> tuple[nn.Module, torch.optim.Optim
     return model, optimizer
 
 
+def save(
+    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: int
+) -> Path:
+    return ck.write_checkpoint(folder, step, ck.snapshot(model, optimizer), state, keep)
+
+
 def test_round_trip_is_bitwise(tmp_path):
     model, optimizer = trained()
-    path = ck.save_checkpoint(tmp_path, 7, model, optimizer, {"note": "x"}, keep=2)
+    path = save(tmp_path, 7, model, optimizer, {"note": "x"}, keep=2)
     other, other_optimizer = trained(seed=1)
     ck.load_checkpoint(path, other, other_optimizer)
     assert ck.load_state(path) == {"step": 7, "note": "x"}
@@ -42,7 +49,7 @@ def test_tied_weights_survive(tmp_path):
     model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
     model["b"].weight = model["a"].weight
     optimizer = torch.optim.AdamW(model.parameters())
-    path = ck.save_checkpoint(tmp_path, 1, model, optimizer, {}, keep=1)
+    path = save(tmp_path, 1, model, optimizer, {}, keep=1)
     wanted = model["a"].weight.detach().clone()
     with torch.no_grad():
         model["a"].weight.zero_()
@@ -55,15 +62,15 @@ def test_keeps_the_last_k_and_removes_leftovers(tmp_path):
     (tmp_path / ".writing_step_00000001").mkdir()
     (tmp_path / "step_00000002").mkdir()  # renamed, but killed before its marker
     for step in (3, 4, 5):
-        ck.save_checkpoint(tmp_path, step, model, optimizer, {}, keep=2)
+        save(tmp_path, step, model, optimizer, {}, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000004", "step_00000005"]
 
 
 @pytest.mark.parametrize("damage", ["no marker", "short file", "missing file", "broken marker"])
 def test_incomplete_newest_is_passed_over(tmp_path, damage):
     model, optimizer = trained()
-    ck.save_checkpoint(tmp_path, 1, model, optimizer, {}, keep=5)
-    newest = ck.save_checkpoint(tmp_path, 2, model, optimizer, {}, keep=5)
+    save(tmp_path, 1, model, optimizer, {}, keep=5)
+    newest = save(tmp_path, 2, model, optimizer, {}, keep=5)
     if damage == "no marker":
         (newest / ck.MARKER).unlink()
     elif damage == "short file":
@@ -76,7 +83,7 @@ def test_incomplete_newest_is_passed_over(tmp_path, damage):
 
 
 def test_other_model_is_named(tmp_path):
-    path = ck.save_checkpoint(tmp_path, 1, *trained(), {}, keep=1)
+    path = save(tmp_path, 1, *trained(), {}, keep=1)
     with pytest.raises(ValueError, match=r"another model: 0.bias is shape \[4\] there and shape \[6\] here"):
         ck.load_checkpoint(path, *trained(width=6))
 
@@ -87,7 +94,7 @@ import os, random, signal, sys, time
 from pathlib import Path
 import torch
 from torch import nn
-from training.record.checkpoint import save_checkpoint
+from training.record.checkpoint import snapshot, write_checkpoint
 rng = random.Random(0)
 for attempt in range(5):
     reading, writing = os.pipe()
@@ -98,7 +105,7 @@ for attempt in range(5):
         for step in range(1, 10**6):
             with torch.no_grad():
                 model.weight.fill_(step)
-            save_checkpoint(Path(sys.argv[1], str(attempt)), step, model, optimizer, {"step_again": step}, keep=2)
+            write_checkpoint(Path(sys.argv[1], str(attempt)), step, snapshot(model, optimizer), {"step_again": step}, 2)
             os.write(writing, f"{step} ".encode())
     os.close(writing)
     said = os.read(reading, 64)
@@ -126,13 +133,13 @@ def test_killed_while_saving_five_times_always_leaves_a_complete_one(tmp_path):
 
 
 def test_a_copy_under_another_name_is_no_checkpoint(tmp_path):
-    path = ck.save_checkpoint(tmp_path, 10, *trained(), {}, keep=2)
+    path = save(tmp_path, 10, *trained(), {}, keep=2)
     shutil.copytree(path, tmp_path / "step_backup")
     assert ck.complete_checkpoints(tmp_path) == [path]
 
 
 def test_a_flipped_byte_is_noticed(tmp_path):
-    path = ck.save_checkpoint(tmp_path, 1, *trained(), {}, keep=1)
+    path = save(tmp_path, 1, *trained(), {}, keep=1)
     assert ck.is_intact(path)
     data = bytearray((path / "optimizer.safetensors").read_bytes())
     data[-1] ^= 1

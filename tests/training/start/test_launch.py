@@ -14,9 +14,10 @@ import pytest
 
 from training.config import Config, ConfigError
 from training.outcome import RankFailed
+from training.place import Place
 from training.record.checkpoint import complete_checkpoints
 from training.record.metrics import read_metrics
-from training.start.launch import Place, first_host, given_place, launch, local_environment
+from training.start.launch import first_host, given_place, launch, local_environment
 from training.start.supervise import Refused, run_local_ranks
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -16,7 +16,7 @@ import training.loop as loop
 from data.loader import PackedLoader
 from models.decoder import Decoder
 from training.config import Config, ConfigError, Precision
-from training.optim import gradient_norm
+from training.optim.build import gradient_norm
 from training.record.checkpoint import complete_checkpoints
 from training.record.metrics import read_metrics
 from training.share import Share
