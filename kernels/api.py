@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from kernels.attention.autograd import attention_op, scale_of
+from kernels.attention.autograd import scale_of
 from kernels.attention.backends import BACKENDS, choose_backend
 from kernels.attention.checks import check_inputs
+from kernels.attention.operator import attention_op
 from kernels.mask import IntervalMask, require_disjoint
 from kernels.merge.merge import merge
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.autograd import scale_of
-from kernels.attention.rounds import choose_rounds
+from kernels.attention.backends import choose_rounds
 from parallel.auto import Resolved, resolve
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout

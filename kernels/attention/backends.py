@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kernels.attention import reference as attention_reference
@@ -118,6 +119,15 @@ def choose_backend(name: str, q: Tensor) -> Backend:
         reason = _refusal(BACKENDS[name], q)
         raise ValueError(f"attention backend {name!r} {reason}; use one of {', '.join(able)}, or auto")
     return BACKENDS[name]
+
+
+def choose_rounds(backend: str, q: Float[Tensor, "Tq H D"]) -> Rounds:
+    """The rounds of the backend called `backend`, or of the one that "auto" picks for q.
+
+    Raises:
+        ValueError: as `choose_backend`.
+    """
+    return choose_backend(backend, q).rounds()
 
 
 def able_backends(q: Tensor) -> list[str]:

@@ -32,17 +32,6 @@ from kernels.attention.heads import key_heads
 from kernels.mask import IntervalMask
 
 
-def choose_rounds(backend: str, q: Float[Tensor, "Tq H D"]) -> Rounds:
-    """The rounds of a backend of `kernels.attention.backends.BACKENDS`, or of the one that "auto" picks for q.
-
-    Raises:
-        ValueError: as `kernels.attention.backends.choose_backend`.
-    """
-    from kernels.attention.backends import choose_backend  # the table's entries are built on this file
-
-    return choose_backend(backend, q).rounds()
-
-
 @dataclass(frozen=True)
 class Stats:
     """What `Rounds.backward` needs of the merged result of all keys; made by the backend that will read it.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.autograd import scale_of
-from kernels.attention.rounds import choose_rounds
+from kernels.attention.backends import choose_rounds
 from parallel.plan.ir import Step
 from parallel.plan.plan import Plan
 from parallel.runtime.bind import BoundPlan, token_index
