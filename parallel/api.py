@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels.attention.autograd import scale_of
 from kernels.attention.backends import choose_rounds
+from kernels.attention.problem import scale_of
 from parallel.auto import Resolved, resolve
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout

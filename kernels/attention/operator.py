@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.attention.autograd import Passes, Saved, scale_of
+from kernels.attention.autograd import Passes, Saved
 from kernels.attention.backends import choose_backend
-from kernels.attention.checks import check_inputs, first_order
-from kernels.mask import IntervalMask, require_disjoint
+from kernels.attention.checks import first_order
+from kernels.attention.problem import Problem, scale_of, sum_dtype
+from kernels.mask import IntervalMask
 
 
 @torch.library.custom_op("longfold::attention", mutates_args=())
@@ -28,11 +29,9 @@ def attention_op(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of `kernels.api.attention`, out as `Passes.forward` gives it. `sides` are each band's four tensors."""
-    masks = masks_of(sides)
-    check_inputs(q, k, v, masks, softmax_scale, softcap, sink)
-    require_disjoint(masks)
+    problem = Problem.checked(q, k, v, masks_of(sides), softmax_scale, softcap, sink)
     with torch.autocast(q.device.type, enabled=False):
-        return _passes(backend, q).forward(q, k, v, masks, scale_of(q, softmax_scale), softcap, sink)
+        return _passes(backend, q).forward(problem)
 
 
 @attention_op.register_fake
@@ -46,7 +45,7 @@ def _(
     softcap: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    high = torch.float64 if q.dtype == torch.float64 else torch.float32
+    high = sum_dtype(q.dtype)
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2], dtype=high if _passes(backend, q).wide else q.dtype)
     return out, q.new_empty(q.shape[1], q.shape[0], dtype=high)
 
@@ -69,7 +68,7 @@ def attention_backward_op(
     need_kv: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsink), each empty where it is not needed."""
-    saved = Saved(q, k, v, sink, out, lse, masks_of(sides), scale_of(q, softmax_scale), softcap)
+    saved = Saved(Problem(q, k, v, masks_of(sides), scale_of(q, softmax_scale), softcap, sink), out, lse)
     with torch.autocast(q.device.type, enabled=False):
         dq, dk, dv, dsink = _passes(backend, q).backward(saved, dout, dlse, need_q, need_kv)
     needed = (dq if need_q else None, dk if need_kv else None, dv if need_kv else None, dsink)

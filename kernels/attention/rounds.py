@@ -27,8 +27,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kernels.attention.checks import check_inputs
 from kernels.attention.heads import key_heads
+from kernels.attention.problem import Problem, sum_dtype
 from kernels.mask import IntervalMask
 
 
@@ -75,13 +75,13 @@ class Rounds(ABC):
         """
         groups = key_heads(q.shape[1], k.shape[1], head_map)
         k, v = groups.take(k), groups.take(v)
-        check_inputs(q, k, v, (mask,), scale, softcap)
+        problem = Problem.checked(q, k, v, (mask,), scale, softcap, None)
         _check_buffers(q.dtype, out=(out, (*q.shape[:2], v.shape[2])), lse=(lse, (q.shape[1], q.shape[0])))
         if not mask.Tk:
             out[: mask.Tq].masked_fill_((lse[:, : mask.Tq] == -float("inf")).T[..., None], 0)
         elif mask.Tq:
             with torch.autocast(q.device.type, enabled=False):
-                self._forward(q, k, v, mask, out, lse, scale, softcap)
+                self._forward(problem, out, lse)
 
     @torch.no_grad()
     def backward(
@@ -114,11 +114,11 @@ class Rounds(ABC):
             )
         groups = key_heads(q.shape[1], k.shape[1], head_map)
         k, v = groups.take(k), groups.take(v)
-        check_inputs(q, k, v, (mask,), scale, softcap)
+        problem = Problem.checked(q, k, v, (mask,), scale, softcap, None)
         if mask.Tq and mask.Tk:
             part_k, part_v = groups.gradient(dk), groups.gradient(dv)
             with torch.autocast(q.device.type, enabled=False):
-                self._backward(q, k, v, dout, stats, mask, dq, part_k, part_v, scale, softcap)
+                self._backward(problem, dout, stats, dq, part_k, part_v)
             groups.add_back(dk, part_k)
             groups.add_back(dv, part_v)
 
@@ -168,34 +168,11 @@ class Rounds(ABC):
         return Stats(delta, lse, None if stats.out is None else stats.out[rows, heads])
 
     @abstractmethod
-    def _forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: IntervalMask,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        softcap: float | None,
-    ) -> None:
+    def _forward(self, problem: Problem, out: Tensor, lse: Tensor) -> None:
         """`forward` with equal groups of heads, at least one query and one key."""
 
     @abstractmethod
-    def _backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        stats: Stats,
-        mask: IntervalMask,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        scale: float,
-        softcap: float | None,
-    ) -> None:
+    def _backward(self, problem: Problem, dout: Tensor, stats: Stats, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         """`backward` with equal groups of heads, at least one query and one key."""
 
     def _stats(self, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> Stats:
@@ -219,7 +196,7 @@ def row_delta(
 
 def _check_buffers(dtype: torch.dtype, **buffers: tuple[Tensor, Sequence[int]]) -> None:
     """Raise ValueError unless each buffer has its shape, the precision of sums, and neighbours in its last dim."""
-    high = torch.float64 if dtype == torch.float64 else torch.float32
+    high = sum_dtype(dtype)
     for name, (x, shape) in buffers.items():
         if tuple(x.shape) != tuple(shape) or x.dtype != high or (x.shape[-1] > 1 and x.stride(-1) != 1):
             raise ValueError(
