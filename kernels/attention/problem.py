@@ -72,6 +72,16 @@ def scale_of(q: Tensor, softmax_scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
 
 
+def is_adjacent(x: Tensor) -> bool:
+    """Whether the elements of x's last dim lie next to each other, as far as there are any."""
+    return x.stride(-1) == 1 or x.shape[-1] == 1 or not x.numel()
+
+
+def adjacent(x: Tensor) -> Tensor:
+    """x, or a copy of it, with stride 1 in its last dim; `contiguous` leaves an empty or a narrow one as it is."""
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

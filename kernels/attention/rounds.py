@@ -28,7 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kernels.attention.heads import key_heads
-from kernels.attention.problem import Problem, sum_dtype
+from kernels.attention.problem import Problem, adjacent, is_adjacent, sum_dtype
 from kernels.mask import IntervalMask
 
 
@@ -164,7 +164,7 @@ class Rounds(ABC):
 
     def part(self, stats: Stats, rows: slice | Tensor, heads: slice = slice(None)) -> Stats:
         """The stats of a choice of queries, in the order of an index tensor, and of consecutive query heads."""
-        delta, lse = (_adjacent(x[heads][:, rows]) for x in (stats.delta, stats.lse))
+        delta, lse = (adjacent(x[heads][:, rows]) for x in (stats.delta, stats.lse))
         return Stats(delta, lse, None if stats.out is None else stats.out[rows, heads])
 
     @abstractmethod
@@ -198,12 +198,8 @@ def _check_buffers(dtype: torch.dtype, **buffers: tuple[Tensor, Sequence[int]]) 
     """Raise ValueError unless each buffer has its shape, the precision of sums, and neighbours in its last dim."""
     high = sum_dtype(dtype)
     for name, (x, shape) in buffers.items():
-        if tuple(x.shape) != tuple(shape) or x.dtype != high or (x.shape[-1] > 1 and x.stride(-1) != 1):
+        if tuple(x.shape) != tuple(shape) or x.dtype != high or not is_adjacent(x):
             raise ValueError(
                 f"{name} must be {tuple(shape)} in {high}, adjacent in its last dim, not {tuple(x.shape)} {x.dtype} "
                 f"with strides {x.stride()}; sum up in such a buffer and cast once, after the last round"
             )
-
-
-def _adjacent(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.attention.autograd import Gradients, Passes, Saved, differentiable
 from kernels.attention.dense import CappedDense, Dense, FlashDense
-from kernels.attention.problem import Problem, sum_dtype
+from kernels.attention.problem import Problem, adjacent, sum_dtype
 from kernels.attention.rounds import Rounds, Stats, row_delta
 from kernels.attention.staircase import Batch, Slice, plan_staircase
 from kernels.merge.merge import merge_into, sink_gradient
@@ -89,7 +89,7 @@ def _widened(*tensors: Tensor, width: int = 0) -> list[Tensor]:
         x = x.to(sum_dtype(x.dtype))
         if x.shape[-1] < width:
             x = F.pad(x, (0, width - x.shape[-1]))
-        wide.append(x if x.stride(-1) == 1 else x.contiguous())
+        wide.append(adjacent(x))
     return wide
 
 

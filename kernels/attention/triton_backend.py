@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.attention.autograd import Gradients, Passes, Saved, differentiable
-from kernels.attention.problem import Problem
+from kernels.attention.problem import Problem, adjacent, is_adjacent
 from kernels.attention.rounds import Rounds, Stats
 from kernels.attention.triton_backward import attention_delta, attention_dkdv, attention_dq
 from kernels.attention.triton_forward import attention_forward
@@ -57,7 +57,7 @@ def _forward(problem: Problem) -> tuple[Tensor, Tensor]:
 def _backward(saved: Saved, dout: Tensor | None, dlse: Tensor | None, need_q: bool, need_kv: bool) -> Gradients:
     problem, out, lse = _readable(saved.problem), saved.out, saved.lse
     q, k, v, masks, covered = problem.q, problem.k, problem.v, problem.masks, problem.covered
-    dout = torch.zeros_like(out) if dout is None else _adjacent(dout)
+    dout = torch.zeros_like(out) if dout is None else adjacent(dout)
     delta, lse2 = delta_of(out, dout, lse, dlse, covered)
     one = len(masks) == 1
     covered_q, covered_k = (masks[0].Tq, masks[0].Tk) if one else (0, 0)
@@ -184,11 +184,11 @@ class TritonRounds(Rounds):
         forward_into(_readable(problem), out, lse, add=True)
 
     def _backward(self, problem: Problem, dout: Tensor, stats: Stats, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        backward_into(_readable(problem), _adjacent(dout), stats.delta, stats.lse, dq, dk, dv, add=True)
+        backward_into(_readable(problem), adjacent(dout), stats.delta, stats.lse, dq, dk, dv, add=True)
 
     def _stats(self, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> Stats:
         T = out.shape[0]
-        delta, lse2 = delta_of(_adjacent(out), _adjacent(dout), _adjacent(lse), dlse, T)
+        delta, lse2 = delta_of(adjacent(out), adjacent(dout), adjacent(lse), dlse, T)
         return Stats(delta[:, :T], lse2[:, :T])
 
     def _stats_of(self, delta: Tensor, lse: Tensor) -> Stats:
@@ -277,20 +277,15 @@ def _gradient_buffer(x: Tensor, covered: int, written: bool) -> Tensor:
 
 def _readable(problem: Problem) -> Problem:
     """The problem, with copies of what the kernels cannot read where it lies."""
-    q, k, v = (_adjacent(x) for x in (problem.q, problem.k, problem.v))
+    q, k, v = (adjacent(x) for x in (problem.q, problem.k, problem.v))
     same = q is problem.q and k is problem.k and v is problem.v
     return problem if same else replace(problem, q=q, k=k, v=v)
-
-
-def _adjacent(x: Tensor) -> Tensor:
-    """x, or a copy of it, with its last dim's elements next to each other."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _require_adjacent(**tensors: Tensor | None) -> None:
     """Raise ValueError, naming the first, if the elements of a tensor's last dim do not lie next to each other."""
     for name, x in tensors.items():
-        if x is not None and x.shape[-1] > 1 and x.stride(-1) != 1:
+        if x is not None and not is_adjacent(x):
             raise ValueError(f"{name} has stride {x.stride(-1)} in its last dim and the kernels need 1; copy it")
 
 
