@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from kernels.attention.autograd import attention_op, scale_of
 from kernels.attention.backends import BACKENDS, choose_backend
-from kernels.attention.checks import check_inputs
-from kernels.mask import IntervalMask, require_disjoint
+from kernels.attention.operator import attention_op
+from kernels.attention.problem import Problem
+from kernels.mask import IntervalMask
 from kernels.merge.merge import merge
 
 __all__ = ["BACKENDS", "IntervalMask", "attention", "flash_attn_varlen_func", "merge"]
@@ -57,11 +57,9 @@ def attention(
         sides = [side for mask in masks for side in mask.sides]
         out, lse = attention_op(q, k, v, sink, sides, softmax_scale, softcap, backend)
         return out.to(q.dtype), lse
-    check_inputs(q, k, v, masks, softmax_scale, softcap, sink)
-    require_disjoint(masks)
-    scale = scale_of(q, softmax_scale)
+    problem = Problem.checked(q, k, v, masks, softmax_scale, softcap, sink)
     with torch.autocast(q.device.type, enabled=False):  # the arithmetic's precision is the contract's, not the caller's
-        return choose_backend(backend, q).attention(q, k, v, masks, scale, softcap, sink)
+        return choose_backend(backend, q).attention(problem)
 
 
 def flash_attn_varlen_func(

@@ -171,7 +171,7 @@ class IntervalMask:
             )
         Tq = _total("cu_seqlens_q", "total_q", cu_q, total_q)
         Tk = _total("cu_seqlens_k", "total_k", cu_k, Tq if cu_seqlens_k is None and total_k is None else total_k)
-        gaps = _gaps_of_lengths(cu_q, cu_k, Tq, Tk, causal, window)
+        gaps = _gaps_of_lengths(cu_q, cu_k, Tq, Tk, band)
         device = cu_q.device if device is None else torch.device(device)
         cu_q, cu_k = (cu.to(device, non_blocking=True) for cu in (cu_q, cu_k))
         row = torch.arange(Tq, device=device)
@@ -182,7 +182,7 @@ class IntervalMask:
         first, length = cu_k[doc], cu_k[after] - cu_k[doc]
         lo, hi = band.keys(row - cu_q[after] + length, length)  # at its place among its document's keys
         lo, hi = (torch.where(inside, first + x, cu_k[-1]).int() for x in (lo, hi))
-        return cls.from_rows(lo, hi, Tk)._knowing(gaps)
+        return cls.from_rows(lo, hi, Tk).knowing(gaps)
 
     @classmethod
     def from_documents(
@@ -228,8 +228,8 @@ class IntervalMask:
         (mask,) = _position_masks((_band(causal, window),), q_positions, k_positions, starts, stops, device)
         return mask
 
-    def _knowing(self, gaps: bool | None) -> IntervalMask:
-        """Itself, where what `has_gaps` would have to look for on a device is known (None: it is not)."""
+    def knowing(self, gaps: bool | None) -> IntervalMask:
+        """Itself, told what `has_gaps` would have to look for on a device (None: it is not known)."""
         if gaps is not None:
             self.cache["gaps"] = gaps
         return self
@@ -258,7 +258,7 @@ def _document_masks(
     device = begin.device if device is None else torch.device(device)
     tokens = torch.arange(total, device=device)
     first, *others = _between(bands, tokens, tokens, begin.to(device), end.to(device))
-    return (first._knowing(gaps), *others)
+    return (first.knowing(gaps), *others)
 
 
 def position_masks(
@@ -292,6 +292,8 @@ def _position_masks(
             i = int((at[1:] <= at[:-1]).nonzero()[0])
             raise ValueError(f"{name} must increase, but entry {i} is {int(at[i])} and the next {int(at[i + 1])}")
     device = q_at.device if device is None else torch.device(device)
+    if all(x.device.type == "cpu" for x in (q_at, k_at, begin, end)):  # made where gaps can be seen, and moved
+        return tuple(mask.to(device) for mask in _between(bands, q_at, k_at, begin, end))
     return _between(bands, *(x.to(device) for x in (q_at, k_at, begin, end)))
 
 
@@ -346,20 +348,16 @@ def _band(causal: bool, window: int | tuple[int, int] | None) -> Band:
     return Band((BandPiece(left, 0 if causal else right),))
 
 
-def _gaps_of_lengths(
-    cu_q: Tensor, cu_k: Tensor, Tq: int, Tk: int, causal: bool, window: int | tuple[int, int] | None
-) -> bool | None:
+def _gaps_of_lengths(cu_q: Tensor, cu_k: Tensor, Tq: int, Tk: int, band: Band) -> bool | None:
     """Whether some token of the buffers sees nothing or is not seen, from lengths on the host; None: not known."""
     if cu_q.device.type != "cpu" or cu_k.device.type != "cpu":
         return None
-    padding = int(cu_q[-1]) < Tq or int(cu_k[-1]) < Tk
-    if cu_q is cu_k or torch.equal(cu_q, cu_k):
-        return padding  # each token of a document sees itself
-    if window not in (None, (-1, -1)):
-        return None
     queries, keys = cu_q.diff(), cu_k.diff()
-    blind = (queries > keys) if causal else (queries > 0) & (keys == 0)
-    return padding or bool((blind | ((keys > 0) & (queries == 0))).any())
+    (piece,) = band.pieces
+    first = keys - queries  # where a document's first query stands among its keys
+    blind = (queries > 0) & ((keys == 0) | (first + piece.after < 0))
+    unseen = (keys > 0) & ((queries == 0) | (first - piece.before > 0))
+    return int(cu_q[-1]) < Tq or int(cu_k[-1]) < Tk or bool((blind | unseen).any())
 
 
 def _index_tensor(name: str, values: Indices) -> Tensor:

@@ -19,8 +19,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels.attention.autograd import scale_of
-from kernels.attention.rounds import choose_rounds
+from kernels.attention.backends import choose_rounds
+from kernels.attention.problem import scale_of
 from kernels.mask_spec import CAUSAL, MaskSpec
 from parallel.auto import Resolved, resolve
 from parallel.plan.ir import AttentionShape

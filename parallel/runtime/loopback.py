@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kernels.attention.autograd import scale_of
-from kernels.attention.rounds import choose_rounds
+from kernels.attention.backends import choose_rounds
+from kernels.attention.problem import scale_of
 from parallel.plan.ir import Step
 from parallel.plan.plan import Plan
 from parallel.runtime.bind import BoundPlan, token_index
