@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -148,6 +148,22 @@ def test_every_document_is_seen_exactly_once_per_epoch(packing: str, corpus: Pat
     for epoch in (0, 1, 2):
         assert sorted(seen[epoch]) == expected
     assert seen[0] != seen[1]  # another order each time
+
+
+@pytest.mark.parametrize("lookahead", [1, 6, 500])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_an_epoch_is_over_when_its_last_token_was_given_out(packing: str, lookahead: int, corpus: Path) -> None:
+    """Not when the packer has pulled it: with a long look-ahead that is many steps, and passes, earlier."""
+    loader = PackedLoader(config_of(corpus, packing=packing, lookahead=lookahead, rows=2), 258, 5)
+    assert loader.indices is not None and (loader.epoch, loader.epochs) == (0, {"files": 0})
+    size = sum(loader.source.length(int(d)) for d in loader.indices)
+    given: Counter[int] = Counter()
+    while given[3] < size:
+        for d in loader.batch(loader.step).documents:
+            given[d.epoch] += d.stop - d.start
+        over = sum(tokens == size for tokens in given.values())
+        assert loader.epoch == loader.epochs["files"] == loader.state_dict()["epochs"]["files"] == over
+    assert over >= 1
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
