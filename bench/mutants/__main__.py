@@ -72,14 +72,14 @@ def draw(files: list[str], number: int, seed: int) -> list[Mutant]:
 def earlier_survivors(path: Path) -> list[Mutant]:
     """What survived in an earlier run and can still be made."""
     rows = [json.loads(line) for line in path.read_text().splitlines() if '"survived"' in line]
-    wanted = {(r["file"], r["text"], r["operator"], r["before"], r["after"]) for r in rows}
+    wanted = {(r["file"], r["text"], r["operator"], r["becomes"]) for r in rows}
     found = [m for file in sorted({r["file"] for r in rows}) for m in mutants_of(file, ROOT)]
-    return [m for m in found if (m.path, m.text, m.operator, m.before, m.after) in wanted]
+    return [m for m in found if (m.path, m.text, m.operator, m.becomes) in wanted]
 
 
 def reason(mutant: Mutant) -> str | None:
     """Why no test can notice a mutant, where that is known."""
-    return EQUIVALENT.get((mutant.path, mutant.text, mutant.operator, mutant.after))
+    return EQUIVALENT.get((mutant.path, mutant.text, mutant.operator, mutant.becomes))
 
 
 def tally(report: Report, drawn: list[Mutant], jobs: int, seed: int) -> None:
@@ -114,7 +114,7 @@ def _line(report: Report, outcome: Outcome, result: str) -> None:
         report.row(
             {
                 "result": result, "file": mutant.path, "line": mutant.line, "operator": mutant.operator,
-                "before": mutant.before, "after": mutant.after, "text": mutant.text,
+                "before": mutant.before, "after": mutant.after, "text": mutant.text, "becomes": mutant.becomes,
                 "seconds": round(outcome.seconds, 1), "by": outcome.by, "reason": reason(mutant) or "",
             }
         )  # fmt: skip

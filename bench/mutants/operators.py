@@ -46,7 +46,7 @@ class Mutant:
     """One change of one file.
 
     Attributes:
-        line: from 1; `text` is what stands there, stripped.
+        line: from 1; `text` is what stands there, and `becomes` what will, both stripped.
         before, after: the part that changes, on one line.
         source: the whole file, changed.
     """
@@ -57,6 +57,7 @@ class Mutant:
     operator: str
     before: str
     after: str
+    becomes: str
     source: str
 
     @property
@@ -79,10 +80,10 @@ def mutants_of(path: str, root: Path) -> list[Mutant]:
         if isinstance(node, ast.expr) and isinstance(after, ast.BinOp | ast.BoolOp | ast.Compare | ast.IfExp):
             new = f"({new})"
         source = raw[:first] + new.encode() + raw[last:]
-        before = " ".join(raw[first:last].decode().split())
-        text = lines[node.lineno - 1].decode().strip()
+        before, new = (" ".join(text.split()) for text in (raw[first:last].decode(), new))
+        text, becomes = (code.splitlines()[node.lineno - 1].decode().strip() for code in (raw, source))
         if source != raw and source not in found:
-            found[source] = Mutant(path, node.lineno, text, operator, before, " ".join(new.split()), source.decode())
+            found[source] = Mutant(path, node.lineno, text, operator, before, new, becomes, source.decode())
     return sorted(found.values(), key=lambda m: (m.line, m.before, m.operator, m.after))
 
 

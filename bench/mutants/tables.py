@@ -67,7 +67,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "training/record/checkpoint.py": ("tests/training/record/test_checkpoint.py",),
 }  # fmt: skip
 
-# (file, its line, operator, what stands there instead) -> why nothing can notice
+# (file, its line, operator, the line as it becomes) -> why nothing can notice
 EQUIVALENT: dict[tuple[str, str, str, str], str] = {}
 
 

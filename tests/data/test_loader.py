@@ -14,12 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data.loader
 from data.batch import IGNORE, PackedBatch, build_batch
 from data.config import DataConfig
 from data.loader import PackedLoader
 from data.packing import PACKINGS, Piece
 from data.sources.mixes import MIXES
-from data.sources.table import SOURCES
+from data.sources.table import SOURCES, open_tokenizer
 
 BYTES = torch.tensor([1] * 256 + [0] * 2)  # bytes of text that each id stands for
 SIZES = [0, 1, 2, 3, 7, 13, 30, 31, 64, 100, 5, 6, 11, 40, 17, 9, 23, 1, 2, 19]  # bytes; rows hold 32 tokens
@@ -299,6 +300,24 @@ def test_a_state_of_another_corpus_seed_split_or_format_is_refused(corpus: Path,
         PackedLoader(config_of(corpus), 258, 0, "eval").load_state_dict(state)
     with pytest.raises(ValueError, match="format None"):
         PackedLoader(config_of(corpus), 258, 0).load_state_dict({})
+
+
+def test_the_states_format_is_pinned(corpus: Path) -> None:
+    """A checkpoint of an earlier version is read as what it is: raise the number where its meaning changes."""
+    state = PackedLoader(config_of(corpus), 258, 0).state_dict()
+    assert state["format"] == 2
+    assert set(state) == {"format", "fingerprint", "step", "epochs", "order", "pending"}
+
+
+def test_a_tokenizer_that_knows_no_bytes_trains_and_counts_none(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_bytes(config: DataConfig) -> Any:
+        found = open_tokenizer(config)
+        found.token_bytes = None
+        return found
+
+    monkeypatch.setattr(data.loader, "open_tokenizer", without_bytes)
+    batch = PackedLoader(config_of(corpus), 258, 0).batch(0)
+    assert batch.token_bytes is None and batch.predicted_bytes == 0 < batch.label_tokens
 
 
 def test_the_state_is_small() -> None:

@@ -156,6 +156,17 @@ def test_transformed_wires_of_unequal_alphas_add_up(path: str):
     assert torch.equal(found, torch.full((1, 64), 2 * 4 / 8 * 8 + 1 / 8 / 32 - 2 * 2 / 8))
 
 
+def test_the_wire_of_zeros(path: str):
+    """Scales are made of 2^-100 at least, so that no division by them overflows or is flushed."""
+    for codec in (PLAIN, CodecSpec(group=32)):
+        wire = fp8.encode(torch.zeros(1, codec.group), codec)
+        s, alpha = wire[16 + codec.group :][:8].view(torch.float32).tolist()
+        norm = fp8_torch.norm_of(codec.group) if codec.hadamard else 1.0
+        assert s == torch.tensor(2.0**-100 * norm, dtype=torch.float32).div(448).item()
+        assert alpha == (2.0**72 if codec.alpha else 1.0)
+        assert not wire[16 : 16 + codec.group].any()
+
+
 def test_coding_at_every_hop_is_worse():
     """Eight hops of a ring, each of which codes the running sum: what decode_sum is there to avoid."""
     xs = normal(8, 64, 256)

@@ -97,6 +97,8 @@ def test_hash_names_what_the_plan_is_made_from():
     hashes = {name: plan.hash for name, plan in plans.items()}
     assert len(set(hashes.values())) == len(hashes) and all(len(h) == 32 for h in hashes.values())
     assert planned().hash == base.hash
+    turned = dict(reversed(base.axes.items()))  # as they may come out of JSON
+    assert dataclasses.replace(base, axes=turned).hash == base.hash
 
 
 def test_bytes_of_a_message_and_of_a_copy():
