@@ -169,14 +169,18 @@ class PackedLoader:
 
     @property
     def epoch(self) -> int:
-        """Passes over the documents that are complete, of a mixture by every source."""
-        return self._order.epoch
+        """Passes over the documents of which every token is in a batch by now; of a mixture by every source."""
+        return min(self.epochs.values())
 
     @property
     def epochs(self) -> dict[str, int]:
-        """Complete passes over each source's documents, by its label."""
+        """The same for each source, by its label: a document that was pulled and waits for a row is still to come."""
         orders = self._order.orders if isinstance(self._order, MixtureOrder) else [self._order]
-        return {label: order.epoch for (label, *_), order in zip(self._parts, orders)}
+        found = {label: order.passes for (label, *_), order in zip(self._parts, orders)}
+        for piece in self._packer.pending():
+            label = self._label(piece.document)
+            found[label] = min(found[label], piece.epoch)
+        return found
 
     def describe(self) -> str:
         """The corpus in words, as '665 documents of stdlib'."""

@@ -16,8 +16,8 @@ class Order(Protocol):
     """Which document comes next, and where that stands."""
 
     @property
-    def epoch(self) -> int:
-        """Complete passes over the documents."""
+    def passes(self) -> int:
+        """Passes of which every document was pulled."""
         ...
 
     def pull(self) -> Piece | None:
@@ -59,6 +59,11 @@ class StreamOrder:
         self._units: list[Piece] | None = None  # the block's documents or parts, in their order
         self._found = True  # whether this pass has given a document
         self._shards = self._shuffled(self._source.shards)
+
+    @property
+    def passes(self) -> int:
+        """Passes of which every document was pulled; a stream's end shows only when more is asked of it."""
+        return self.epoch
 
     def _shuffled(self, count: int, *where: int) -> list[int]:
         if self._held_out:
@@ -118,9 +123,8 @@ class MixtureOrder:
         self._drawn = [0] * len(orders)
 
     @property
-    def epoch(self) -> int:
-        """Passes that every source has made."""
-        return min(order.epoch for order in self.orders)
+    def passes(self) -> int:
+        return min(order.passes for order in self.orders)
 
     def state(self) -> dict[str, Any]:
         return {"drawn": list(self._drawn), "orders": [order.state() for order in self.orders]}

@@ -185,8 +185,8 @@ class Trainer:
             "mem/peak_bytes": int(peaks.max()),
             "plan/imbalance": float(work.max() / work.mean()) if work.any() else 1.0,
             **self.share.choice(),
-            **({"plan/exposed_s": float(exposed.max())} if self.share.context else {}),
-            **{name: int(sizes.sum()) for name, sizes in zip(list(figures)[2:], sent) if sizes.any()},
+            "plan/exposed_s": float(exposed.max()),
+            **{name: int(sizes.sum()) for name, sizes in zip(list(figures)[2:], sent)},
             **self._measures(batch, time.perf_counter() - began),
         }
         values |= self._evaluation()
