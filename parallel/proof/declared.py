@@ -25,8 +25,10 @@ def check_declared(plan: Plan, direction: str, program: Program, left: dict[str,
         _check_buffer(plan, name, buffer, fail)
         if buffer.role == "input":
             _check_input(plan, direction, program, name, fail)
-        elif buffer.role == "saved" and left is not None:
+        elif buffer.kept and left is not None:
             _check_saved(plan, program, name, left, fail)
+    if len(program.accumulators) != 1:
+        raise fail(f"{len(program.accumulators)} buffers are accumulators; one is, for a sink joins it once")
     for what, kinds in RESULTS[direction].items():
         name = program.results.get(what)
         if name not in program.buffers:
@@ -34,7 +36,7 @@ def check_declared(plan: Plan, direction: str, program: Program, left: dict[str,
         buffer = program.buffers[name]
         if buffer.kind not in kinds:
             raise fail(f"{name} is a buffer of {buffer.kind} and cannot be the result {what}")
-        if buffer.role not in ("result", "saved"):
+        if buffer.role != "result" and not buffer.kept:
             raise fail(f"the result {what} lies in {name}, which is no result or saved buffer but {buffer.role}")
 
 
@@ -46,6 +48,8 @@ def _check_buffer(plan: Plan, name: str, buffer: Buffer, fail: Callable[[str], P
         raise fail(f"{name} reserves {buffer.capacity} tokens and holds {buffer.tokens.count}")
     if repeats(buffer.tokens):
         raise fail(f"{name} holds a token twice")
+    if buffer.role == "accumulator" and buffer.kind != "partial":
+        raise fail(f"{name} holds {buffer.kind}, and an accumulator holds partial results")
     if buffer.kind in LSE and not buffer.exact:
         raise fail(f"{name} holds log-sum-exps, which are never rounded; make it exact")
 
@@ -66,8 +70,10 @@ def _check_saved(
     """What backward finds is what forward left, whole."""
     forward, buffer = plan.forward[program.rank], program.buffers[name]
     made = forward.buffers.get(name) if forward else None
-    if made is None or made.role not in ("input", "saved"):
+    if made is None or not (made.kept or made.role == "input"):
         raise fail(f"{name} is not among what forward keeps")
+    if made.role == "accumulator" != buffer.role or buffer.role == "accumulator" != made.role:
+        raise fail(f"{name} is an accumulator in one direction and not in the other")
     if (made.kind, made.tokens, made.heads, made.exact) != (buffer.kind, buffer.tokens, buffer.heads, buffer.exact):
         raise fail(f"forward leaves another {name} than backward reads")
     if buffer.tokens.count and buffer.heads[0] < buffer.heads[1]:

@@ -45,10 +45,10 @@ class Memory:
         self, program: Program, direction: str, fail: Callable[[str], PlanError], left: dict[str, Content] | None
     ) -> None:
         self.buffers, self.fail = program.buffers, fail
-        self.given = ("input", "saved") if direction == "backward" else ("input",)
+        self.given = ("input", "saved", "accumulator") if direction == "backward" else ("input",)
         self.content: dict[str, Content] = {}
         for name, buffer in program.buffers.items():
-            if left is not None and buffer.role == "saved":
+            if left is not None and buffer.kept:
                 self.content[name] = Content(left[name].written, left[name].blocks)
             else:
                 whole = buffer.role == "input" or buffer.kind in ZEROED

@@ -185,7 +185,7 @@ class _Machine:
         grad_out = memory.buffer(step.grad_out, "grad_out")
         if not (buffer.tokens, buffer.heads) == (grad_out.tokens, grad_out.heads) == (into.tokens, into.heads):
             raise self.fail(rank, f"stats of {step.partial} need a dout and room for the same tokens and heads")
-        if buffer.role != "saved":
+        if not buffer.kept:
             raise self.fail(rank, f"stats of {step.partial}, which is not what forward finished")
         memory.read(step.partial, buffer.tokens, buffer.heads)
         memory.read(step.grad_out, buffer.tokens, buffer.heads)

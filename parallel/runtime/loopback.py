@@ -72,9 +72,10 @@ def run_loopback(
     runs = _run(bound, "forward", given, options, pools, result, backend, rules)
     for run, at, one in zip(runs, index, bound):
         result.out[at] = run.held[one.programs["forward"].results["out"]].tensors["out"].to(q.dtype)
-        acc = one.programs["forward"].buffers["acc"]
-        where = token_index(acc.tokens, q.device)
-        result.lse[acc.heads[0] : acc.heads[1], where] = run.get("acc").tensors["lse"]
+        for name in one.programs["forward"].accumulators:
+            acc = one.programs["forward"].buffers[name]
+            where = token_index(acc.tokens, q.device)
+            result.lse[acc.heads[0] : acc.heads[1], where] = run.get(name).tensors["lse"]
     if dout is not None:
         saved = [
             saved_buffers(run, q.dtype) | {"grad_out": {"dout": dout[at].contiguous()}} for run, at in zip(runs, index)

@@ -13,6 +13,12 @@ def _result(**results: str) -> Plan:
     return draft.plan()
 
 
+def _result_in_a_spare() -> Plan:
+    draft = ring().spare(FORWARD, 0, "acc2", "acc")
+    draft.program(FORWARD, 0).results = {"out": "acc2"}
+    return draft.plan()
+
+
 def _spare_saved(kind: str) -> Plan:
     draft = ring()
     for direction in (FORWARD, BACKWARD):
@@ -27,12 +33,39 @@ def _partly_written() -> Plan:
     return draft.add(FORWARD, 0, Copy("kv", "spare", tokens((0, 2)), KEYS)).plan()
 
 
+def _accumulators(**roles: str) -> Plan:
+    """Backward's other than forward's, or another number of them."""
+    draft = ring()
+    for direction, role in roles.items():
+        draft.buffer(direction, 0, "acc", role=role)
+    return draft.plan()
+
+
+def _swapped() -> Plan:
+    """Forward's accumulator is backward's saved buffer, and the other way round."""
+    draft = ring().spare(FORWARD, 0, "acc2", "acc", role="saved").spare(BACKWARD, 0, "acc2", "acc", role="accumulator")
+    return draft.buffer(BACKWARD, 0, "acc", role="saved").plan()
+
+
 DECLARED: Broken = {
+    "no accumulator": ("0 buffers are accumulators", lambda: _accumulators(forward="saved", backward="saved")),
+    "two accumulators": (
+        "2 buffers are accumulators; one is, for a sink joins it once",
+        lambda: ring().spare(FORWARD, 0, "acc2", "acc", role="accumulator").plan(),
+    ),
+    "an accumulator of gradients": (
+        "grad_q holds grad_q, and an accumulator holds partial results",
+        lambda: ring().buffer(BACKWARD, 0, "grad_q", role="accumulator").plan(),
+    ),
+    "an accumulator in one direction": (
+        "acc is an accumulator in one direction and not in the other",
+        lambda: _swapped(),
+    ),
     "no result": ("no buffer is named as the result out", lambda: _result()),
     "result of a wrong kind": ("q is a buffer of q and cannot be the result out", lambda: _result(out="q")),
     "result in a temporary": (
-        "the result out lies in acc, which is no result or saved buffer but temporary",
-        lambda: ring().buffer(FORWARD, 0, "acc", role="temporary").plan(),
+        "the result out lies in acc2, which is no result or saved buffer but temporary",
+        lambda: _result_in_a_spare(),
     ),
     "gradient in a temporary": (
         "the result grad_kv lies in grad_kv, which is no result",

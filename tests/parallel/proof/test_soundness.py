@@ -31,7 +31,7 @@ BASES = {
 }
 CHOICES = {
     "heads": [(0, 1), (1, 2), (0, 2), (2, 4), (0, 3), (0, 4), (1, 4), (0, 5)],
-    "role": ["input", "saved", "result", "temporary"],
+    "role": ["input", "saved", "accumulator", "result", "temporary"],
     "kind": ["q", "kv", "out", "partial", "grad_out", "stats", "grad_q", "grad_kv"],
     "comm": ["cp", "cp_inner", "cp_outer"],
 }

@@ -91,7 +91,7 @@ def numbers(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 # memory
 
 
-@pytest.mark.parametrize("role", ["temporary", "saved", "result"])
+@pytest.mark.parametrize("role", ["temporary", "saved", "accumulator", "result"])
 def test_sums_begin_as_nothing(role: str):
     kinds = {"partial": ("out", "lse"), "grad_q": ("dq",), "grad_kv": ("dk", "dv")}
     run = execution({kind: buffer(kind, heads=(0, 2), role=role) for kind in kinds})
@@ -139,13 +139,15 @@ def test_a_result_that_nothing_wrote_is_there_at_the_end():
 
 def test_a_sink_begins_the_running_result_and_no_other():
     sink = torch.tensor([0.5, -1.0, 2.0, 3.0])
-    run = execution({"acc": buffer("partial", heads=(1, 3)), "part": buffer("partial", heads=(1, 3))}, sink=sink)
+    run = execution(
+        {"acc": buffer("partial", heads=(1, 3), role="accumulator"), "part": buffer("partial", heads=(1, 3))}, sink=sink
+    )
     assert (
         torch.equal(run.get("acc").tensors["lse"], sink[1:3, None].expand(2, T))
         and not run.get("acc").tensors["out"].any()
     )
     assert run.get("part").tensors["lse"].isneginf().all()
-    assert execution({"acc": buffer("partial")}).get("acc").tensors["lse"].isneginf().all()
+    assert execution({"acc": buffer("partial", role="accumulator")}).get("acc").tensors["lse"].isneginf().all()
 
 
 # moving
