@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.attention import reference as attention_reference
 from kernels.attention import torch_backend as attention_torch
 from kernels.attention.autograd import Passes
+from kernels.attention.checks import spelled
 from kernels.attention.problem import Problem
 from kernels.attention.rounds import Rounds
 from kernels.compile.runtime import interpreted, triton_installed
@@ -101,8 +102,9 @@ def choose_backend(name: str, q: Tensor) -> Backend:
     if name == "auto":
         _say_once(able[0], device)
         return BACKENDS[able[0]]
-    if name not in BACKENDS:
-        raise ValueError(f"unknown attention backend {name!r}; on {device} use one of {', '.join(able)}, or auto")
+    if not isinstance(name, str) or name not in BACKENDS:
+        known = ", ".join(able)
+        raise ValueError(f"unknown attention backend {spelled(name)}; on {device} use one of {known}, or auto")
     if name not in able:
         reason = _refusal(BACKENDS[name], q)
         raise ValueError(f"attention backend {name!r} {reason}; use one of {', '.join(able)}, or auto")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def check_inputs(
     sink: Tensor | None = None,
 ) -> None:
     """Raise ValueError unless q [Tq, H, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv], the masks and the options fit together."""
-    _check_tensors(q, k, v)
+    check_tensors(q, k, v)
     if not masks:
         raise ValueError("an empty list of masks allows nothing; give one IntervalMask, or at least one band")
     for mask in masks:
@@ -39,24 +40,86 @@ def check_inputs(
             )
         if mask.device != q.device:
             raise ValueError(f"the mask is on {mask.device} and q on {q.device}; use mask.to({str(q.device)!r}) once")
-    if softmax_scale is not None and not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale must be a finite number, not {softmax_scale}")
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
-        raise ValueError(f"softcap must be a positive number, not {softcap}; use None for no cap")
-    if sink is not None and (
-        tuple(sink.shape) != (q.shape[1],) or not sink.is_floating_point() or sink.device != q.device
+    if softmax_scale is not None and not (is_number(softmax_scale) and math.isfinite(softmax_scale)):
+        raise ValueError(f"softmax_scale must be a finite number, not {spelled(softmax_scale)}; None is 1 / sqrt(D)")
+    if softcap is not None and not (is_number(softcap) and math.isfinite(softcap) and softcap > 0):
+        raise ValueError(f"softcap must be a positive number, not {spelled(softcap)}; use None for no cap")
+    if sink is not None:
+        check_sink("sink", sink, q)
+
+
+def check_sink(name: str, sink: Any, q: Tensor) -> None:
+    """Raise ValueError unless `sink` is a logit for each head of q."""
+    if (
+        not isinstance(sink, Tensor)
+        or tuple(sink.shape) != (q.shape[1],)
+        or not sink.is_floating_point()
+        or sink.device != q.device
     ):
         raise ValueError(
-            f"sink must hold one floating logit for each of {q.shape[1]} heads on {q.device}, "
-            f"not {tuple(sink.shape)} {sink.dtype} on {sink.device}"
+            f"{name} must hold one floating logit for each of {q.shape[1]} heads on {q.device}, not {spelled(sink)}"
         )
-    if sink is not None and sink.device.type == "cpu" and not bool((sink.detach() < float("inf")).all()):
+    if sink.device.type == "cpu" and not bool((sink.detach() < float("inf")).all()):
         raise ValueError(
-            "sink holds a NaN or +inf, which would take all probability; use finite logits, or -inf for none"
+            f"{name} holds a NaN or +inf, which would take all probability; use finite logits, or -inf for none"
         )
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def bands_of(mask: Any) -> tuple[IntervalMask, ...]:
+    """A mask or a list of masks as a tuple; what stands in the list is not looked at."""
+    if isinstance(mask, IntervalMask):
+        return (mask,)
+    if not isinstance(mask, Sequence):
+        raise ValueError(f"mask must be an IntervalMask or a list of them, not {type(mask).__name__}")
+    return tuple(mask)
+
+
+def check_cumulative(name: str, cu: Any) -> None:
+    """Raise ValueError unless `cu` is a list of whole numbers, or a tensor of them, that is not empty."""
+    if isinstance(cu, Tensor):
+        good = cu.dim() == 1 and cu.dtype in (torch.int32, torch.int64) and cu.numel() > 0
+    else:
+        good = isinstance(cu, Sequence) and len(cu) > 0 and all(isinstance(n, Integral) for n in cu)
+    if not good:
+        raise ValueError(
+            f"{name} must be a list of whole numbers or a 1-D int32 tensor, [0, n0, n0 + n1, ...], not {spelled(cu)}"
+        )
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a whole number of at least 0; a tensor's value is not looked at."""
+    if isinstance(value, Tensor):
+        good = value.dim() == 0 and value.dtype in (torch.int32, torch.int64)
+    else:
+        good = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+    if not good:
+        raise ValueError(f"{name} must be a whole number of tokens, 0 or more, not {spelled(value)}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, not {spelled(value)}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number that is real and no truth value."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def spelled(value: Any) -> str:
+    """A value in a refusal: tensors by shape, dtype and device, numbers and short text as they are, others by type."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {value.dtype} on {value.device}"
+    plain = value is None or isinstance(value, (str, bool, int, float, complex, list, tuple))
+    return repr(value) if plain and len(repr(value)) <= 60 else type(value).__name__
+
+
+def check_tensors(q: Any, k: Any, v: Any) -> None:
+    """Raise ValueError unless q [Tq, H, D], k [Tk, Hkv, D] and v [Tk, Hkv, Dv] fit together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor [tokens, heads, width], not {spelled(x)}")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         raise ValueError(f"q, k, v must be packed as [tokens, heads, width], not {shapes}; flatten batch and length")
