@@ -11,6 +11,7 @@ torchrun --nproc-per-node 8 train.py               the ranks that torchrun or Sl
 python train.py run=plan strategy=usp nproc=8      the schedule: proved, as a table, drawn; no rank starts
 python train.py run=explain nproc=8                which strategies would be refused here, and why
 python train.py --cfg job                          print the composed configuration and stop
+python train.py --help                             every preset and key, with units and meanings
 """
 
 import sys
@@ -26,6 +27,7 @@ from training.adopt import adopt_checkpoint
 from training.config import Config
 from training.outcome import PeerLost, RankFailed
 from training.screen import refuse_added_keys, screen_overrides
+from training.show.help import help_text, wants_help
 from training.start.launch import launch
 
 
@@ -51,7 +53,11 @@ def main(composed: DictConfig) -> None:
         raise KeyboardInterrupt  # ends the sweep, not only the job that was running
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """The command line: help, or a look at the overrides and then `main`."""
+    if wants_help(sys.argv[1:]):
+        print(help_text(__doc__ or ""))
+        return
     try:
         screen_overrides(sys.argv[1:])
     except ValueError as error:
@@ -60,3 +66,7 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit("interrupted")
+
+
+if __name__ == "__main__":
+    command()

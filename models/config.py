@@ -42,50 +42,43 @@ class Activation(Enum):
 class ModelConfig:
     """Shapes and switches of a decoder. Call `validate()` before use; `Decoder` does.
 
-    Sizes are counts. `head_dim` need not be hidden / heads. `max_positions` is the longest document, in tokens, that
-    the model takes (with learned positions also the size of the table). `rope_theta` belongs to rotary positions
-    alone and has no default, because a wrong base goes unnoticed. `rope_factor` stretches rotary wavelengths that
-    are long against `rope_original_positions` by the Llama 3.1 rule (None: no stretching).
-    `window` and `chunk` hold the attention window and the chunk of each layer in tokens, None for unlimited; a shorter
-    list is repeated over the layers. `first` keeps a document's first keys beside them. `prefix` tokens at each
-    document's start see each other, in every layer, and are not predicted. (`kernels.mask_spec` says it all.)
-    `path` is the folder of a Hugging Face checkpoint that training starts from, None to start from random weights;
-    `content_hash` then tells its weights from others (see `hf_files.CheckpointFolder`).
+    Sizes have no defaults: presets give them. What `window`, `chunk`, `prefix` and `first` mean is in
+    `kernels.mask_spec`.
     """
 
-    vocab_size: int
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    max_positions: int
-    norm_eps: float
-    tied_embeddings: bool
-    positions: Positions = Positions.rotary
-    rope_theta: float | None = None
-    rope_factor: float | None = None
-    rope_original_positions: int | None = None
-    norm: Norm = Norm.rms
-    mlp: Mlp = Mlp.gated
-    activation: Activation = Activation.silu
+    vocab_size: int  # ids of the embedding table and of the head
+    layers: int  # blocks of attention and MLP
+    hidden: int  # width of the residual stream
+    heads: int  # query heads
+    kv_heads: int  # key and value heads; divides heads
+    head_dim: int  # width of a head; need not be hidden / heads
+    ffn: int  # width of the MLP's inner layer
+    max_positions: int  # the longest document; with learned positions also the size of their table
+    norm_eps: float  # added to the variance in every norm
+    tied_embeddings: bool  # whether the head is the embedding table
+    positions: Positions = Positions.rotary  # rotary: queries and keys are rotated; learned: a table, as in GPT-2
+    rope_theta: float | None = None  # base of rotary wavelengths; no default, as a wrong one goes unnoticed
+    rope_factor: float | None = None  # stretches long rotary wavelengths by the Llama 3.1 rule; null: no stretching
+    rope_original_positions: int | None = None  # the length that rope_factor stretches from
+    norm: Norm = Norm.rms  # RMSNorm or LayerNorm
+    mlp: Mlp = Mlp.gated  # gated: down(act(gate(x)) * up(x)); plain: down(act(up(x)))
+    activation: Activation = Activation.silu  # the MLP's nonlinearity
     bias: bool = False  # every linear layer but the language-model head (GPT-2)
     qkv_bias: bool = False  # queries, keys and values only (Qwen2.5)
     qk_norm: bool = False  # RMSNorm of each query and key head before rotation (Qwen3)
-    window: list[int | None] | None = None
-    chunk: list[int | None] | None = None
-    prefix: int | None = None
-    first: int | None = None
+    window: list[int | None] | None = None  # attention window of each layer, null for none; repeated over the layers
+    chunk: list[int | None] | None = None  # attention chunk of each layer, null for none; repeated over the layers
+    prefix: int | None = None  # the first tokens of a document, which see each other and are not predicted
+    first: int | None = None  # the first keys of a document, seen from everywhere beside a window or a chunk
     softcap: float | None = None  # attention logits become softcap * tanh(logits / softcap)
     sink: bool = False  # a learned logit for each head that joins the softmax and carries no value
-    softmax_scale: float | None = None  # None: head_dim ** -0.5
-    init_std: float = 0.02
+    softmax_scale: float | None = None  # factor on attention logits; null: head_dim ** -0.5
+    init_std: float = 0.02  # standard deviation of the initial weights
     recompute: bool = False  # activation checkpointing around attention, never of attention itself
-    attention: str = "auto"  # the kernels' backend
+    attention: str = "auto"  # the kernels' backend: auto, triton, torch or reference
     compile: bool = False  # torch.compile of each layer's parts before and after attention
-    path: str | None = None
-    content_hash: str | None = None
+    path: str | None = None  # folder of the Hugging Face checkpoint to start from; null: random weights
+    content_hash: str | None = None  # tells the checkpoint's weights from others; found at start
 
     def validate(self) -> None:
         """Raises ValueError, with the numbers, if no decoder can be built from these values."""

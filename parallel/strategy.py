@@ -35,19 +35,19 @@ WEIGHTS = ("replicated", "fully_sharded")
 class Strategy:
     """A point on the axes of a schedule; plain types, since it is also the schema of the configuration's `strategy`."""
 
-    name: str = "local"
+    name: str = "local"  # in messages, figures and W&B tags: the preset that the run began from
     sharding: str = "contiguous"  # which rank owns which tokens: a key of SHARDINGS
     exchange: str = "none"  # how queries meet keys across cp_outer (all_to_all: across all of cp): EXCHANGES, or none
     inner_exchange: str | None = None  # inside each group of cp_inner ranks: all_to_all or ring; null: no inner level
     head_slices: int | None = None  # all_gather: parts of the key heads, gathered one after the other; null: up to 4
-    planner: Planner = field(default_factory=Planner)  # whole_document: how it is sought
+    planner: Planner = field(default_factory=Planner)  # whole_document: how a plan is searched for
     batch_groups: int | str = 1  # groups of ranks with rows of their own; auto: as many as divide the rows and cp
     weights: str = "replicated"  # replicated (DDP) or fully_sharded (FSDP2), over dp x cp
-    pp: int | None = None  # null: 1
+    pp: int | None = None  # pipeline stages; only 1 is supported, and null is 1
     dp: int | None = None  # replicas; null: 1, or the ranks that are left where cp_outer is given
-    cp_outer: int | None = None  # null: the ranks that are left
-    cp_inner: int | None = None  # null: the largest divisor of cp that divides the key heads and fits a node, or 1
-    tp: int | None = None  # null: 1
+    cp_outer: int | None = None  # groups of ranks that share a sequence; null: what is left
+    cp_inner: int | None = None  # ranks of a group; null: the most that divide cp and the key heads and fit a node
+    tp: int | None = None  # ranks that split each weight; only 1 is supported, and null is 1
     node_size: int = 8  # ranks that share a node's fast links
     buffer_bytes: int | None = None  # auto: most bytes of temporary buffers on a rank; null: no limit
 

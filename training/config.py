@@ -70,9 +70,10 @@ class OptimConfig:
     name: str = "adamw"  # a name in training.optim.kinds.OPTIMIZERS: adamw, muon, adafactor
     lr: float = 4e-3  # peak learning rate
     adamw_lr: float | None = None  # muon: that of what AdamW updates; null: lr
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # adamw, muon's AdamW
-    eps: float = 1e-8  # adamw, muon's AdamW
-    momentum: float = 0.95  # muon
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # adamw, muon's AdamW: shares kept of the averages
+    # of gradients and of their squares
+    eps: float = 1e-8  # adamw, muon's AdamW: added to the root of the average of squares
+    momentum: float = 0.95  # muon: share of the old average that is kept
     adjust_lr: AdjustLr = AdjustLr.match_rms_adamw  # muon: the rate of a matrix by its shape, so that updates are as
     # large as AdamW's and share its rate (arXiv 2502.16982); original: times sqrt(max(1, rows / columns))
     beta2_decay: float = -0.8  # adafactor: the average of squares forgets by step ** this
@@ -81,7 +82,7 @@ class OptimConfig:
     adamw_weight_decay: float | None = None  # muon: that of the head, which AdamW updates; null: weight_decay
     clip_norm: float | None = 1.0  # global gradient norm; null: no clipping
     schedule: LrSchedule = LrSchedule.cosine  # cosine: warm up, then half a cosine; wsd: warm up, stay, decay linearly
-    warmup_steps: int = 20
+    warmup_steps: int = 20  # steps of linear warmup from 0 to the peak
     decay_steps: int = 0  # wsd: length of the final decay, in steps
     min_lr_ratio: float = 0.1  # where the decay ends, as a share of the peak
 
@@ -147,7 +148,7 @@ class RunConfig:
     steps: int = 200  # optimiser steps: the schedule's horizon
     stop_at: int | None = None  # end this invocation after this step, saving; the schedule does not change
     accumulate: int = 1  # micro-batches per optimiser step; divides data.rows
-    seed: int = 0
+    seed: int = 0  # of initial weights and of the order of documents; 0 or more
     device: str = "auto"  # auto: cuda when there is one, else cpu
     precision: Precision = Precision.fp32  # bf16: autocast; weights, gradients and optimiser stay fp32
     nonfinite: NonFinite = NonFinite.stop  # a NaN or infinite loss or gradient: stop, or skip the step and count it
@@ -197,10 +198,10 @@ class WandbConfig:
     """Where the run is tracked. Metrics always go to metrics.jsonl as well."""
 
     mode: WandbMode = WandbMode.auto  # auto: online with a key, offline without
-    project: str = "longfold"
-    entity: str | None = None
-    group: str | None = None
-    tags: list[str] = field(default_factory=list)
+    project: str = "longfold"  # the project that runs are listed under
+    entity: str | None = None  # the user or team that owns the project; null: the key's own
+    group: str | None = None  # what runs are grouped by; null: in a sweep its folder, else none
+    tags: list[str] = field(default_factory=list)  # more tags, beside the strategy's
 
 
 @dataclass

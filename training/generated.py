@@ -6,14 +6,21 @@ A block lies between `<!-- NAME: ... -->` and `<!-- end -->`; figures lie in doc
 from collections.abc import Callable
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from kernels.mask_spec import MaskSpec
 from parallel.plan.ir import AttentionShape
 from parallel.plan.layout import PackedLayout
 from parallel.plan.plan import DIRECTIONS, Plan
 from parallel.price.cluster import load_cluster
 from parallel.strategy import load_strategy
+from training.pages.comparison import comparison_table, draw_comparison, exchange_table, planner_table
+from training.pages.mask_figure import draw_masks
+from training.pages.packing import draw_packings, packing_table
+from training.pages.tables import codec_table, draw_tiles, model_table
 from training.show.coverage_figure import draw_coverage
 from training.show.explain import preset_table, support_table
+from training.show.keys import key_tables
 from training.show.plan_listing import list_steps, ranges
 from training.show.plan_style import save_figure
 from training.show.plan_view import rank_lines
@@ -31,7 +38,7 @@ def small_plan() -> Plan:
 
 
 def large_plan() -> Plan:
-    """The plan that the README shows: five documents, heads exchanged inside pairs of ranks, keys across four pairs."""
+    """The plan of docs/strategies.md: five documents, heads exchanged inside pairs of ranks, keys across four pairs."""
     strategy = load_strategy("hsap", cp_inner=2)
     shape = AttentionShape(16, 4, 64, 64, "bf16")
     layout = PackedLayout.from_lengths([40_000, 8_000, 8_000, 8_000, 1_536])
@@ -60,8 +67,15 @@ def small_steps() -> str:
 
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"presets": preset_table, "support": support_table},
+    "README.md": {"comparison": comparison_table},
+    "docs/codec.md": {"codecs": codec_table},
+    "docs/configuration.md": {"keys": key_tables},
+    "docs/data.md": {"packings": packing_table},
+    "docs/exchanges.md": {"exchanges": exchange_table},
+    "docs/models.md": {"models": model_table},
     "docs/plan.md": {"ranks": small_table, "steps": small_steps},
+    "docs/planner.md": {"options": planner_table},
+    "docs/strategies.md": {"presets": preset_table, "support": support_table},
 }
 
 
@@ -81,15 +95,28 @@ def rewrite(text: str, blocks: dict[str, Callable[[], str]]) -> str:
     return text
 
 
+def figures() -> dict[str, Figure]:
+    """Every figure of docs/figures, by name."""
+    small, large = small_plan(), large_plan()
+    return {
+        "comparison": draw_comparison(),
+        "hsap-coverage": draw_coverage(large),
+        "hsap-timeline": draw_timeline(large, tuple(range(large.size)), load_cluster("h100_8")),
+        "masks": draw_masks(),
+        "packings": draw_packings(),
+        "small-coverage": draw_coverage(small),
+        "small-timeline": draw_timeline(small, (0, 1), load_cluster("cpu2")),
+        "tiles": draw_tiles(),
+    }
+
+
 def main() -> None:
     """Write every block and figure."""
     for name, blocks in BLOCKS.items():
         path = ROOT / name
         path.write_text(rewrite(path.read_text(), blocks))
-    figures, small = ROOT / "docs" / "figures", small_plan()
-    save_figure(draw_coverage(small), figures, "small-coverage", ("svg",))
-    save_figure(draw_timeline(small, (0, 1), load_cluster("cpu2")), figures, "small-timeline", ("svg",))
-    save_figure(draw_coverage(large_plan()), figures, "hsap-coverage", ("svg",))
+    for name, figure in figures().items():
+        save_figure(figure, ROOT / "docs" / "figures", name, ("svg",))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from training.outcome import Outcome, print_outcome
 from training.record.checkpoint import load_checkpoint, load_state, snapshot, write_checkpoint
 from training.record.folder import RunFolder, read_json, shared_folder, write_json
 from training.record.hardware import peak_memory_bytes, peak_tflops
-from training.record.metrics import MetricsFile
+from training.record.metrics import BATCH_METRICS, MetricsFile
 from training.record.progress import ProgressReport
 from training.record.tracking import Tracker
 from training.share import Share
@@ -240,8 +240,7 @@ class Trainer:
             "perf/tokens_per_s": tokens / seconds,
             "perf/model_tflops": tflops,
             **({"perf/mfu": tflops / (peak * self.team.world)} if peak else {}),
-            "data/docs_per_row": batch.num_documents / batch.rows,
-            "data/padding": batch.padding_tokens / slots,
+            **{name: measure(batch) for name, measure in BATCH_METRICS.items()},
             "data/cut_documents": self.counters.cut_documents,
             "data/epoch": min(epochs.values()),
             **({f"data/epoch/{source}": done for source, done in epochs.items()} if len(epochs) > 1 else {}),

@@ -251,6 +251,13 @@ def _known(function: Callable[..., Any]) -> tuple[Reach, Tensor | None] | None:
     return (min(left for left, _ in reaches), min(right for _, right in reaches)), ids[0] if ids else None
 
 
+def known_reach(function: Callable[..., Any]) -> Reach | None:
+    """Keys before and after its own position that a mask function of transformers shows a query, whatever sequences it
+    keeps apart; None for a function that is not known by name."""
+    known = _known(function)
+    return None if known is None else known[0]
+
+
 def _reached(
     reach: Reach, rows: int, queries: int, keys: int, ahead: int, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,8 @@ from training.screen import config_groups
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = ["kernels", "parallel", "models", "data", "training", "bench"]
 README = (ROOT / "README.md").read_text()
-DOCS = README + "".join(path.read_text() for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")
+PAGES = [path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md"]
+DOCS = README + "".join(path.read_text() for path in PAGES)
 TREE = (ROOT / "docs" / "tree.md").read_text().split("```")[1]
 NOTATION = re.findall(r"^\| \*\*(\w+)\*\* \| (.+) \|$", (ROOT / "docs" / "notation.md").read_text(), re.M)
 WORDS = re.findall(

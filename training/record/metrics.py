@@ -6,8 +6,10 @@
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+from data.batch import PackedBatch
 from parallel.plan.ir import CLASSES
 
 METRICS: dict[str, tuple[str, str]] = {
@@ -44,6 +46,12 @@ METRICS: dict[str, tuple[str, str]] = {
         for traffic in CLASSES
         for link, where in (("self", "within a rank"), ("intra", "within nodes"), ("inter", "across nodes"))
     },
+}
+
+# Those that depend on the step's batch alone.
+BATCH_METRICS: dict[str, Callable[[PackedBatch], float]] = {
+    "data/docs_per_row": lambda batch: batch.num_documents / batch.rows,
+    "data/padding": lambda batch: batch.padding_tokens / batch.tokens.numel(),
 }
 
 

@@ -127,7 +127,7 @@ def draw_coverage(plan: Plan, cells: int = MOST_CELLS) -> Figure:
     last = max(int(each.round.max(initial=0)) for each in shown)
     for index, at in enumerate(axes.flat):
         if index < len(shown):
-            _panel(at, plan, shown[index], colours, last, alone=len(maps) == 1)
+            draw_panel(at, plan, shown[index], colours, last, alone=len(maps) == 1)
         else:
             at.set_axis_off()
     left_out = f" ({len(shown)} of {len(maps)} groups of heads)" if len(shown) < len(maps) else ""
@@ -136,7 +136,8 @@ def draw_coverage(plan: Plan, cells: int = MOST_CELLS) -> Figure:
     return figure
 
 
-def _panel(at: Axes, plan: Plan, cover: Coverage, colours: NDArray[np.float64], last: int, alone: bool) -> None:
+def draw_panel(at: Axes, plan: Plan, cover: Coverage, colours: NDArray[np.float64], last: int, alone: bool) -> None:
+    """One map with its strips of owners and its documents' outlines; `last` is the round that is palest."""
     total, n = plan.placement.layout.total_tokens, len(cover.sample)
     picture = np.ones((n, n, 3)) * np.array(to_rgb(PAPER))
     picture[cover.rank == PADDING] = to_rgb(FADED)

@@ -1,9 +1,10 @@
-"""What runs and what is refused, and why: `run=explain` for a configuration, tables for the README.
+"""What runs and what is refused, and why: `run=explain` for a configuration, tables for docs/strategies.md.
 
 python train.py run=explain nproc=8 model=llama32_1b     every preset on every split of 8 ranks
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
@@ -41,12 +42,12 @@ def combinations(config: Config, world: int) -> Iterator[Combination]:
     for name in preset_names():
         if load_strategy(name).exchange == "auto":  # it takes the splits that its candidates want
             for dp in (n for n in range(1, world + 1) if world % n == 0):
-                yield Combination(name, f"{dp} x any", refusal(config, load_strategy(name, dp=dp), world))
+                yield Combination(name, f"{dp}x any", refusal(config, load_strategy(name, dp=dp), world))
             continue
         for dp, outer, inner in product(range(1, world + 1), repeat=3):
             if dp * outer * inner == world:
                 strategy = load_strategy(name, dp=dp, cp_outer=outer, cp_inner=inner)
-                yield Combination(name, f"{dp} x {outer} x {inner}", refusal(config, strategy, world))
+                yield Combination(name, f"{dp}x{outer}x{inner}", refusal(config, strategy, world))
 
 
 def refusal(config: Config, strategy: Strategy, world: int) -> str | None:
@@ -66,7 +67,7 @@ def refusal(config: Config, strategy: Strategy, world: int) -> str | None:
 
 
 def show_refusals(config: Config, console: Console) -> None:
-    """Print `combinations`: for each strategy the splits that run, then those that are refused, and why."""
+    """Print `combinations`: for each strategy the splits that run and those that are refused, and each reason once."""
     world = config.nproc or WORLD
     model, rows = config.model, config.data.rows
     console.print(
@@ -75,20 +76,42 @@ def show_refusals(config: Config, console: Console) -> None:
         highlight=False,
         markup=False,
     )
-    found: dict[str, dict[str | None, list[str]]] = {}
+    reasons = Reasons()
+    found: dict[str, dict[int, list[str]]] = {}
     for strategy, split, refused in combinations(config, world):
-        found.setdefault(strategy, {}).setdefault(refused, []).append(split)
+        number = reasons.number(strategy.split()[0], split, refused) if refused else 0
+        found.setdefault(strategy, {}).setdefault(number, []).append(split)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1))
     table.add_column("strategy")
-    table.add_column("splits", max_width=33)
-    table.add_column("")
+    table.add_column("runs on")
+    table.add_column("is refused on (with the reason below)")
     for strategy, outcomes in found.items():
-        ordered = sorted(outcomes.items(), key=lambda item: item[0] is not None)
-        for number, (refused, splits) in enumerate(ordered):
-            verdict = "runs" if refused is None else escape(f"refused: {refused}")
-            table.add_row("" if number else escape(strategy), ", ".join(splits), verdict)
+        refusals = "\n".join(f"({number}) {', '.join(splits)}" for number, splits in sorted(outcomes.items()) if number)
+        table.add_row(escape(strategy), ", ".join(outcomes.get(0, [])), refusals)
         table.add_section()
     console.print(table)
+    for number, (example, sentence) in enumerate(reasons.said, 1):
+        console.print(f"({number}) {example}: {sentence}", highlight=False, markup=False)
+
+
+class Reasons:
+    """Sentences of refusal, numbered from 1; those that differ only in numbers and the strategy's name are one.
+
+    Attributes:
+        said: of each reason the first case, as "usp on 1 x 2 x 4", and its sentence.
+    """
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, str]] = []
+        self._numbers: dict[str, int] = {}
+
+    def number(self, strategy: str, split: str, sentence: str) -> int:
+        """The number of a sentence, a new one for a new reason."""
+        key = re.sub(r"\d+", "#", sentence.replace(f"{strategy}:", ""))
+        if key not in self._numbers:
+            self.said.append((f"{strategy} on {split}" if "x" in split else f"{strategy} as given", sentence))
+            self._numbers[key] = len(self.said)
+        return self._numbers[key]
 
 
 def support_table() -> str:

@@ -262,13 +262,13 @@ def test_explain_refuses_what_a_run_refuses(make_config: Callable[..., Config]):
     found = list(combinations(config, 8))
     assert {each.strategy for each in found} == {"local (yours)", *preset_names()}
     verdicts = {each[:2]: each.refused for each in found}
-    assert verdicts["ring", "1 x 8 x 1"] is None and verdicts["local (yours)", "as given"] is not None  # 4 rows, dp 8
-    assert "cp_inner=8 ranks cannot share 7 query heads" in str(verdicts["ulysses", "1 x 1 x 8"])
-    assert "data.rows=4 do not split over dp=8" in str(verdicts["ring", "8 x 1 x 1"])
+    assert verdicts["ring", "1x8x1"] is None and verdicts["local (yours)", "as given"] is not None  # 4 rows, dp 8
+    assert "cp_inner=8 ranks cannot share 7 query heads" in str(verdicts["ulysses", "1x1x8"])
+    assert "data.rows=4 do not split over dp=8" in str(verdicts["ring", "8x1x1"])
     for name, split, refused in found[1:]:
         if name == "auto":
             continue
-        dp, outer, inner = map(int, split.split(" x "))
+        dp, outer, inner = map(int, split.split("x"))
         strategy = load_strategy(name, dp=dp, cp_outer=outer, cp_inner=inner)
         assert refusal(config, strategy, 8) == refused
         if refused is None:
@@ -277,7 +277,11 @@ def test_explain_refuses_what_a_run_refuses(make_config: Callable[..., Config]):
             verify(resolve(strategy, mesh, layout, AttentionShape(7, 1, 8, 8)).plans[MaskSpec()])
     stream = io.StringIO()
     show_refusals(config, Console(file=stream, width=150))
-    assert "refused: " in stream.getvalue() and all(name in stream.getvalue() for name in preset_names())
+    shown, reasons = stream.getvalue().split("\n(1) ")
+    assert all(name in shown for name in preset_names()) and "cannot share" not in shown
+    flat = " ".join(reasons.split())
+    for sentence in ("do not split over dp=8", "needs an exchange inside the group", "cannot share 7 query heads"):
+        assert flat.count(sentence) == 1  # each refusal once
 
 
 def test_support_table_is_true():

@@ -1,0 +1,3 @@
+"""What the figures of the pages share."""
+
+SMALL = 9  # points
