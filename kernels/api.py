@@ -9,17 +9,9 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from kernels.arguments import check_count, check_cumulative, check_flag, is_number, spelled
 from kernels.attention.backends import BACKENDS, choose_backend
-from kernels.attention.checks import (
-    bands_of,
-    check_count,
-    check_cumulative,
-    check_flag,
-    check_sink,
-    check_tensors,
-    is_number,
-    spelled,
-)
+from kernels.attention.checks import bands_of, check_sink, check_tensors
 from kernels.attention.operator import attention_op
 from kernels.attention.problem import Problem
 from kernels.mask import IntervalMask

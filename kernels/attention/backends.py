@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kernels.arguments import spelled
 from kernels.attention import reference as attention_reference
 from kernels.attention import torch_backend as attention_torch
 from kernels.attention.autograd import Passes
-from kernels.attention.checks import spelled
 from kernels.attention.problem import Problem
 from kernels.attention.rounds import Rounds
 from kernels.compile.runtime import interpreted, triton_installed

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.arguments import is_number, spelled
 from kernels.mask import IntervalMask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -72,47 +72,6 @@ def bands_of(mask: Any) -> tuple[IntervalMask, ...]:
     if not isinstance(mask, Sequence):
         raise ValueError(f"mask must be an IntervalMask or a list of them, not {type(mask).__name__}")
     return tuple(mask)
-
-
-def check_cumulative(name: str, cu: Any) -> None:
-    """Raise ValueError unless `cu` is a list of whole numbers, or a tensor of them, that is not empty."""
-    if isinstance(cu, Tensor):
-        good = cu.dim() == 1 and cu.dtype in (torch.int32, torch.int64) and cu.numel() > 0
-    else:
-        good = isinstance(cu, Sequence) and len(cu) > 0 and all(isinstance(n, Integral) for n in cu)
-    if not good:
-        raise ValueError(
-            f"{name} must be a list of whole numbers or a 1-D int32 tensor, [0, n0, n0 + n1, ...], not {spelled(cu)}"
-        )
-
-
-def check_count(name: str, value: Any) -> None:
-    """Raise ValueError unless `value` is a whole number of at least 0; a tensor's value is not looked at."""
-    if isinstance(value, Tensor):
-        good = value.dim() == 0 and value.dtype in (torch.int32, torch.int64)
-    else:
-        good = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
-    if not good:
-        raise ValueError(f"{name} must be a whole number of tokens, 0 or more, not {spelled(value)}")
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Raise ValueError unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, not {spelled(value)}")
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a number that is real and no truth value."""
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def spelled(value: Any) -> str:
-    """A value in a refusal: tensors by shape, dtype and device, numbers and short text as they are, others by type."""
-    if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {value.dtype} on {value.device}"
-    plain = value is None or isinstance(value, (str, bool, int, float, complex, list, tuple))
-    return repr(value) if plain and len(repr(value)) <= 60 else type(value).__name__
 
 
 def check_tensors(q: Any, k: Any, v: Any) -> None:

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.arguments import INT32_MAX
 from kernels.attention.autograd import Gradients, Passes, Saved, differentiable
 from kernels.attention.problem import Problem, adjacent, is_adjacent
 from kernels.attention.rounds import Rounds, Stats
@@ -22,7 +23,6 @@ from kernels.attention.triton_backward import attention_delta, attention_dkdv, a
 from kernels.attention.triton_forward import attention_forward
 from kernels.compile.runtime import interpreted, on_device_of, target_name
 from kernels.compile.tiling import Kernel, Tile, choose_tile, late_sum, padded_width, tile_order, use_descriptors
-from kernels.mask import INT32_MAX
 from kernels.merge.merge import sink_gradient
 
 LOG2E = math.log2(math.e)

@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kernels.attention.checks import DTYPES, first_order, spelled
+from kernels.arguments import spelled
+from kernels.attention.checks import DTYPES, first_order
 from kernels.compile.runtime import triton_installed
 
 

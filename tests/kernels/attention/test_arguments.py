@@ -106,10 +106,8 @@ TABLE: list[tuple[str, Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
     ),
     ("to", lambda device: MASK.to(device), {}, {"device": set()}),
 ]  # fmt: skip
-WAITING = pytest.mark.xfail(strict=True, raises=AssertionError, reason="masks do not check their arguments yet")
 CASES = [
-    pytest.param(function, good, argument, takes, id=f"{name}-{argument}",
-                 marks=[] if hasattr(api, name) and name != "IntervalMask" else [WAITING])
+    pytest.param(function, good, argument, takes, id=f"{name}-{argument}")
     for name, function, good, arguments in TABLE
     for argument, takes in arguments.items()
 ]  # fmt: skip
