@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bench.mutants.operators import Mutant, mutants_of
 from bench.mutants.run import Outcome, Tree
-from bench.mutants.tables import EQUIVALENT, TESTS, tests_of
+from bench.mutants.tables import EQUIVALENT, TESTS, answering
 from bench.table import Report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +71,7 @@ def draw(files: list[str], number: int, seed: int) -> list[Mutant]:
 
 def earlier_survivors(path: Path) -> list[Mutant]:
     """What survived in an earlier run and can still be made."""
-    rows = [json.loads(line) for line in path.read_text().splitlines() if '"survived"' in line]
+    rows = [row for line in path.read_text().splitlines() if (row := json.loads(line)).get("result") == "survived"]
     wanted = {(r["file"], r["text"], r["operator"], r["becomes"]) for r in rows}
     found = [m for file in sorted({r["file"] for r in rows}) for m in mutants_of(file, ROOT)]
     return [m for m in found if (m.path, m.text, m.operator, m.becomes) in wanted]
@@ -86,7 +86,7 @@ def tally(report: Report, drawn: list[Mutant], jobs: int, seed: int) -> None:
     """Try them; a line for each, and the rate of each file and of all."""
     counts: Counter[tuple[str, str]] = Counter()
     with Tree(ROOT, jobs) as tree:
-        for outcome in tree.attempt_all([(mutant, tests_of(mutant.path)) for mutant in drawn]):
+        for outcome in tree.attempt_all([(mutant, answering(mutant.path)) for mutant in drawn]):
             result = _result(outcome)
             counts[outcome.mutant.path, result] += 1
             _line(report, outcome, result)

@@ -71,7 +71,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 EQUIVALENT: dict[tuple[str, str, str, str], str] = {}
 
 
-def tests_of(path: str) -> tuple[str, ...]:
+def answering(path: str) -> tuple[str, ...]:
     """What pytest is given for a file. KeyError for one that has no tests here."""
     names = [name for name in TESTS if path == name or (name.endswith("/") and path.startswith(name))]
     return TESTS[max(names, key=len)]
