@@ -81,6 +81,7 @@ def test_a_draw_is_its_seeds_alone():
     assert files[0] == "data/packing.py" and "parallel/proof/verify.py" in files and len(files) == 6
     first, again, other = (bench.draw(files, 20, seed) for seed in (3, 3, 4))
     assert first == again != other and len({m.source for m in first}) == 20
+    assert {m.operator for m in bench.draw(files, 9, 0, ["boolean", "slice"])} == {"boolean", "slice"}
     assert len(bench.draw(["data/packing.py"], 10**6, 0)) == len(mutants_of("data/packing.py", bench.ROOT))
     assert {"parallel/runtime/executor.py", "training/record/checkpoint.py"} <= set(bench.known_files(None))
     with pytest.raises(ValueError, match=r"no tests are listed for data/order\.py"):
