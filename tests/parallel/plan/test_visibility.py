@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from parallel.plan.layout import PackedLayout
 from parallel.plan.tokens import EMPTY, TokenSet
-from parallel.plan.visibility import UNBOUNDED, MaskSpec, Visibility
+from parallel.plan.visibility import UNBOUNDED, MaskSpec, Visibility, _blocks
 
 
 @st.composite
@@ -81,6 +81,15 @@ def test_masks_in_numbers():
     assert (MaskSpec(False).before, MaskSpec(False).after) == (UNBOUNDED, UNBOUNDED)
     assert (MaskSpec(window=1).before, MaskSpec(window=1).after) == (0, 0)
     assert (MaskSpec(False, 4).before, MaskSpec(False, 4).after) == (3, 3)
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 20))
+def test_blocks_bound_what_is_held_at_once(each: list[int], limit: int):
+    """Whatever the pieces, all of them, in order; no block holds more than the limit and its last piece."""
+    found = _blocks(np.array(each, np.int64), limit)
+    assert [i for first, stop in found for i in range(first, stop)] == list(range(len(each)))
+    assert all(sum(each[first : stop - 1]) <= limit for first, stop in found)
+    assert len(found) <= sum(each) // limit + 2
 
 
 def test_documents_are_all_but_padding():
