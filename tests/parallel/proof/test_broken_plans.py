@@ -73,3 +73,21 @@ def test_the_page_of_the_proof_lists_them(group: str):
     section = DOCS.split(f"\n## {group}\n")[1].split("\n## ")[0]
     listed = re.findall(r"^\| [^|]+ \| ([^|]+) \|$", section, re.M)[1:]
     assert sorted(name.strip() for row in listed for name in row.split(";")) == sorted(BROKEN[group])
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("not declared", "forward, rank 0, step 1 (Attend into=acc q=nowhere kv=kv): buffer nowhere"),
+        ("a batch of nothing", "forward, rank 0, step 5 (Post batch=9 comm=cp): batch 9"),
+        ("what is sent is changed later", "backward, rank 1, grad_kv: head 0"),
+        ("dq into a dk", "backward, rank 0, step 2 (AttendBackward q=q kv=kv into_q=grad_kv into_kv=grad_kv): "),
+        ("freed twice", "forward, rank 0, step 5 (Free buffer=kv1): kv1"),
+        ("never freed", "forward, rank 0, step 4 (the end): temporary buffer kv1"),
+        ("a lost block", "forward, rank 0, out: head 0"),
+        ("too little reserved", "forward, rank 0: kv1"),
+    ],
+)  # fmt: skip
+def test_an_error_says_where(name: str, where: str):
+    sentence, _ = said(CASES[name][1]())
+    assert sentence.startswith(where), sentence
