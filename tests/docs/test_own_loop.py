@@ -1,4 +1,4 @@
-"""docs/own_loop.md: the script on two ranks equals transformers' eager attention in one process, document by document."""
+"""docs/own_loop.md: the script on two ranks equals transformers' eager attention in one process."""
 
 import os
 import re
