@@ -12,6 +12,7 @@ from torch import Tensor
 
 from data.packing import Piece
 from data.sources.documents import Source
+from data.sources.marks import plain_ids, trained
 from parallel.plan.layout import PackedLayout
 
 IGNORE = -100  # label of a token that predicts nothing; cross_entropy's default ignore_index
@@ -38,7 +39,8 @@ class PackedBatch:
     Attributes:
         tokens: [rows, seq_len]; 0 in padding.
         labels: [rows, seq_len], the token that each one predicts: the next of the same document of the layout,
-            whatever rank will hold it; -100 at the document's end, inside its prefix and in padding.
+            whatever rank will hold it; -100 at the document's end, before a token of a prompt, inside its prefix and in
+            padding.
         positions: [rows, seq_len], from 0 in each document of the layout; 0 in padding.
         layout: the boundaries, of the rows laid end to end.
         documents: the layout's documents, in order.
@@ -78,9 +80,9 @@ class PackedBatch:
     def source_tokens(self) -> dict[str, int]:
         """Labels that count towards the loss, by the label of the documents' source: they add up to `label_tokens`."""
         found: dict[str, int] = {}
-        for document in self.documents:
-            length = document.stop - document.start
-            labels = length - max(1, min(self.prefix, length))
+        ends = np.cumsum((self.labels.flatten() >= 0).numpy())
+        for document, start, stop in zip(self.documents, self.layout.starts.tolist(), self.layout.stops.tolist()):
+            labels = int(ends[stop - 1]) - (int(ends[start - 1]) if start else 0)
             found[document.source] = found.get(document.source, 0) + labels
         return found
 
@@ -140,9 +142,9 @@ def build_batch(
     documents = []
     for row, piece, start, stop in zip(layout.rows.tolist(), pieces, layout.starts.tolist(), layout.stops.tolist()):
         ids = source.tokens(piece.document, piece.start, piece.stop)
-        tokens[start:stop] = ids
+        tokens[start:stop] = plain_ids(ids)
         unseen = max(1, prefix)  # the first token that the one before it does not see
-        labels[start + unseen - 1 : stop - 1] = ids[unseen:]
+        labels[start + unseen - 1 : stop - 1] = np.where(trained(ids[unseen:]), ids[unseen:], IGNORE)
         length = source.length(piece.document)
         where = (piece.epoch, piece.document, piece.start, piece.stop)
         name = source.name(piece.document)

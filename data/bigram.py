@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from data.batch import PackedBatch
 from data.loader import PackedLoader
+from data.sources.marks import plain_ids
 
 _CHUNK = 1 << 20  # tokens counted at a time
 
@@ -27,7 +28,7 @@ def _chunks(train: PackedLoader, max_tokens: int) -> Iterator[NDArray[np.int64]]
     held: list[NDArray[np.int64]] = []
     size = total = 0
     for document in train.documents():
-        ids = train.source.tokens(document, 0, min(train.source.length(document), max_tokens - total))
+        ids = plain_ids(train.source.tokens(document, 0, min(train.source.length(document), max_tokens - total)))
         held.append(ids[:-1].astype(np.int64) * train.tokenizer.vocab_size + ids[1:])
         size += len(ids)
         total += len(ids)

@@ -21,6 +21,8 @@ class SourceConfig:
     split: str = "train"  # for hub: the split to read; documents are held out of it by eval_fraction all the same
     streaming: bool = True  # for hub: read on as training goes; false: download whole, shuffle over all documents
     text_key: str = "text"  # for .jsonl, .parquet, hub: a document's text; "tokens" holds ids tokenised beforehand
+    prompt_key: str | None = None  # for .jsonl, .parquet, hub: text before text_key's that is read and not predicted
+    messages_key: str | None = None  # for .jsonl, .parquet, hub: a chat, [{role, content}]; the assistant's is trained
     verify: str = "full"  # for tokens, at start: full hashes every shard; sizes looks at the files' sizes alone
     mix: str = "web"  # for synthetic: the distribution of document lengths, a name in data.sources.mixes.MIXES
 
@@ -34,6 +36,16 @@ class SourceConfig:
                 raise ValueError(f"{prefix}source={self.source} needs {prefix}{key}, {what}")
         if not self.text_key:
             raise ValueError(f"{prefix}text_key is empty; name the key that holds a document's text")
+        if self.prompt_key is not None and self.messages_key is not None:
+            raise ValueError(
+                f"{prefix}prompt_key={self.prompt_key} and {prefix}messages_key={self.messages_key} are two forms of a "
+                "document; give one of them"
+            )
+        if self.prompt_key == self.text_key:
+            raise ValueError(
+                f"{prefix}prompt_key and {prefix}text_key are both {self.text_key}; the first is read, the second "
+                "predicted"
+            )
         if not self.split:
             raise ValueError(f"{prefix}split is empty; name the split to read, such as train")
         for known in fields(SourceConfig):

@@ -48,6 +48,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--name", help="for hub: the data set's configuration")
     parser.add_argument("--split", default="train", help="for hub: the split")
     parser.add_argument("--text-key", default="text", help="the key or column that holds a document's text")
+    parser.add_argument("--prompt-key", help="the key of text before it that is read and not predicted")
+    parser.add_argument("--messages-key", help="the key of a chat, [{role, content}], whose assistant is trained")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     parser.add_argument("--shard-tokens", type=int, default=1 << 28, help="tokens of a shard (default: %(default)s)")
     return parser.parse_args(arguments)
@@ -63,8 +65,9 @@ def prepare(options: argparse.Namespace, console: Console) -> Manifest:
         if getattr(options, key) < 1:
             raise ValueError(f"--{key.replace('_', '-')} {getattr(options, key)}; give at least 1")
     config = SourceConfig(
-        options.source, options.paths, options.path, options.name, options.split, text_key=options.text_key
-    )
+        options.source, options.paths, options.path, options.name, options.split, text_key=options.text_key,
+        prompt_key=options.prompt_key, messages_key=options.messages_key,
+    )  # fmt: skip
     config.check_source("--")
     if options.source == "hub" and Path(options.path).expanduser().resolve() in options.out.resolve().parents:
         raise ValueError(f"--out {options.out} lies in --path {options.path}, which would read it; give one outside")
@@ -79,6 +82,7 @@ def _request(
 ) -> dict[str, Any]:
     """What is prepared and how: the part of it that decides the manifest."""
     keys = [key for key in SOURCES[config.source].keys if key in vars(options)]
+    keys = [key for key in keys if key not in ("prompt_key", "messages_key") or getattr(config, key) is not None]
     listing = {"listing_sha256": listing_hash(stamps)} if stamps else {}
     return {
         "version": VERSION,
@@ -96,10 +100,11 @@ def _prepare_held(
     if (folder / MANIFEST_FILE).exists():
         return _finished(folder, request, stamps, console)
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    writer = ShardWriter(folder, {**request, "input": stamps}, dtype, options.shard_tokens, config.source)
+    records = Records.of(config, tokenizer, tokenizer.vocab_size)
+    begun = {**request, "input": stamps}
+    writer = ShardWriter(folder, begun, dtype, options.shard_tokens, config.source, records.marks)
     began = time.monotonic()
     copy = _copy_tokenizer(folder, tokenizer)
-    records = Records(tokenizer, tokenizer.vocab_size, config.text_key)
     try:
         # a hub's units do not know what they take of its files
         total = sum(size for _, size, _ in stamps) if config.source != "hub" else None
@@ -189,8 +194,7 @@ def _write_all(
                 else:
                     yield unit
 
-        vocab, key = records.tokenizer.vocab_size, config.text_key
-        for unit, coded in coded_units(left(), workers, call, vocab, key):
+        for unit, coded in coded_units(left(), workers, call, records.tokenizer.vocab_size, config):
             writer.add(coded.after(max(0, skip - done)))
             done += len(unit.names)
             progress.update(task, advance=unit.size, written=max(done, skip))

@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ import numpy as np
 
 from data.prepare.units import Coded
 from data.sources.documents import name_hash
-from data.sources.manifest import MANIFEST_FILE, PROGRESS_FILE, Shard, ShardFile, shard_from
+from data.sources.manifest import MANIFEST_FILE, PROGRESS_FILE, Shard, ShardFile, plain_shard, shard_from
+from data.sources.marks import pack_bits, plain_ids, trained
 
 LOCK_FILE = "writing.lock"
 _PART = ".part"
@@ -65,12 +65,16 @@ class ShardWriter:
 
     Args:
         request: what is prepared and how, JSON-able; a folder that was begun for another is refused.
+        marks: whether to keep which tokens are to be predicted.
 
     Raises:
         ValueError: a folder that holds other files, or another request's shards.
     """
 
-    def __init__(self, folder: Path, request: dict[str, Any], dtype: str, shard_tokens: int, source: str) -> None:
+    def __init__(
+        self, folder: Path, request: dict[str, Any], dtype: str, shard_tokens: int, source: str, marks: bool = False
+    ) -> None:
+        self._marks = marks
         self.folder, self._request, self._shard_tokens, self._source = folder, request, shard_tokens, source
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self.shards: list[Shard] = []
@@ -110,7 +114,7 @@ class ShardWriter:
             )
         for part in self.folder.glob(f"*{_PART}"):
             part.unlink()
-        for file in (file for shard in self.shards for file in (shard.tokens_file, shard.index_file)):
+        for file in (file for shard in self.shards for file in shard.files()):
             path = self.folder / file.name
             size = path.stat().st_size if path.is_file() else 0
             if size != file.bytes:
@@ -120,7 +124,7 @@ class ShardWriter:
                 )
 
     def _save(self) -> None:
-        shards = [asdict(shard) for shard in self.shards]
+        shards = [plain_shard(shard) for shard in self.shards]
         values = {"request": self._request, "from_text": self.from_text, "shards": shards}
         write_whole(self.folder / PROGRESS_FILE, json.dumps(values).encode())
 
@@ -133,6 +137,7 @@ class ShardWriter:
         self._hashes: list[int] = []
         self._name_ends: list[int] = []
         self._names = bytearray()
+        self._flags: list[np.ndarray] = []  # of the shard's tokens, whether each is to be predicted
         self._tokens = self._max_id = 0
 
     def add(self, coded: Coded) -> None:
@@ -155,6 +160,9 @@ class ShardWriter:
 
     def _write(self, ids: np.ndarray) -> None:
         if ids.size:
+            if self._marks:
+                self._flags.append(trained(ids))
+            ids = plain_ids(ids)
             raw = ids.astype(self._dtype).tobytes()
             self._file.write(raw)
             self._digest.update(raw)
@@ -172,7 +180,10 @@ class ShardWriter:
         index = b"".join(np.array(column, dtype).tobytes() for column, dtype in columns) + bytes(self._names)
         index_file = write_whole(self.folder / f"{self._name}.index", index)
         tokens_file = ShardFile(path.name, size, self._digest.hexdigest())
-        self.shards.append(Shard(tokens_file, index_file, len(self._ends), self._tokens, self._max_id, self._source))
+        flags = pack_bits(np.concatenate(self._flags)) if self._marks else b""
+        trained_file = write_whole(self.folder / f"{self._name}.trained", flags) if self._marks else None
+        figures = (len(self._ends), self._tokens, self._max_id, self._source)
+        self.shards.append(Shard(tokens_file, index_file, *figures, trained_file))
         self._save()
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+from data.config import SourceConfig
 from data.prepare.units import Coded, Unit, encode_unit
 from data.sources.records import Records
 from data.tokenizers.table import load_tokenizer
@@ -14,7 +15,7 @@ TokenizerCall = tuple[str, str | None, str | None, str | None]  # what data.toke
 
 
 def coded_units(
-    units: Iterator[Unit], workers: int, call: TokenizerCall, vocab_size: int, text_key: str
+    units: Iterator[Unit], workers: int, call: TokenizerCall, vocab_size: int, config: SourceConfig
 ) -> Iterator[tuple[Unit, Coded]]:
     """Each unit and its documents as ids, in the order of `units`, whatever the number of workers; one codes here.
 
@@ -22,7 +23,7 @@ def coded_units(
         ValueError: a document that is broken; or a worker that died.
     """
     if workers == 1:
-        records = Records(load_tokenizer(*call), vocab_size, text_key)
+        records = Records.of(config, load_tokenizer(*call), vocab_size)
         for unit in units:
             yield unit, encode_unit(unit, records)
         return
@@ -33,7 +34,7 @@ def coded_units(
         for _ in range(workers):
             # Only we hold the other end: a worker reads its end of file when we are gone, even killed.
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, call, vocab_size, text_key), daemon=True)
+            process = context.Process(target=_work, args=(theirs, call, vocab_size, config), daemon=True)
             process.start()
             theirs.close()
             connections.append(ours)
@@ -77,11 +78,11 @@ def _receive(connection: Connection) -> Coded:
     return answer
 
 
-def _work(connection: Connection, call: TokenizerCall, vocab_size: int, text_key: str) -> None:
+def _work(connection: Connection, call: TokenizerCall, vocab_size: int, config: SourceConfig) -> None:
     """A worker's life: units in, ids or an error out, until the other end closes."""
     try:
         tokenizer: Tokenizer = load_tokenizer(*call)
-        records = Records(tokenizer, vocab_size, text_key)
+        records = Records.of(config, tokenizer, vocab_size)
         while True:
             unit = connection.recv()
             try:

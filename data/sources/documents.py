@@ -27,7 +27,10 @@ class Source(Protocol):
         ...
 
     def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
-        """int32 [stop - start]: tokens `start` to `stop` of the document, all of them by default."""
+        """int32 [stop - start]: tokens `start` to `stop` of the document, all of them by default.
+
+        A token that is not to be predicted, as a prompt's, is given as ~id (`data.sources.marks`).
+        """
         ...
 
     def name(self, index: int) -> str:

@@ -38,9 +38,8 @@ class FileDocuments(FiniteDocuments):
     lengths: `python -m data.prepare` does that once for all runs.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, text_key: str) -> None:
-        self._tokenizer = tokenizer
-        self._records = Records(tokenizer, vocab_size, text_key)
+    def __init__(self, tokenizer: Tokenizer, records: Records) -> None:
+        self._tokenizer, self._records = tokenizer, records
         self._paths: list[str] = []
         self._names: list[str] = []
         self._sizes: list[int] = []  # bytes of each file when it was indexed
@@ -223,7 +222,7 @@ def _name_of(path: str) -> str:
 
 def from_stdlib(config: SourceConfig, tokenizer: Tokenizer, vocab_size: int, seed: int, context: int) -> FileDocuments:
     """The standard library, a document a file (see `stdlib_files`)."""
-    source = FileDocuments(tokenizer, vocab_size, config.text_key)
+    source = FileDocuments(tokenizer, Records.of(config, tokenizer, vocab_size))
     for path, name in stdlib_files():
         source.add(path, name)
     return source
@@ -235,7 +234,7 @@ def from_paths(config: SourceConfig, tokenizer: Tokenizer, vocab_size: int, seed
     Raises:
         ValueError: a path without a file, files that hold no text, or a broken line (named by file and line).
     """
-    source = FileDocuments(tokenizer, vocab_size, config.text_key)
+    source = FileDocuments(tokenizer, Records.of(config, tokenizer, vocab_size))
     files = listed_files(config.paths)
     for path, name in files:
         source.add(path, name)

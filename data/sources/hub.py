@@ -61,10 +61,10 @@ class HubTable(FiniteDocuments):
 
     def __init__(self, config: SourceConfig, table: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._title = title(config)
-        self._records = Records(tokenizer, vocab_size, config.text_key)
-        column = self._records.column(list(table.column_names), self._title)
-        self._table = table.select_columns([column])
-        self.counts_bytes = column == config.text_key
+        self._records = Records.of(config, tokenizer, vocab_size)
+        columns = self._records.columns(list(table.column_names), self._title)
+        self._table = table.select_columns(columns)
+        self.counts_bytes = self._records.marks or columns == [config.text_key]
         self._lengths = np.fromiter((len(self._ids(i)) for i in range(len(table))), np.int64, len(table))
         if not self._lengths.size:
             raise ValueError(f"{self._title} holds no documents; choose another data.split")
@@ -105,7 +105,7 @@ class HubStream:
 
     def __init__(self, config: SourceConfig, stream: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._title, self._stream = title(config), stream
-        self._records = Records(tokenizer, vocab_size, config.text_key)
+        self._records = Records.of(config, tokenizer, vocab_size)
         self.shards: int = stream.num_shards
         self._open: tuple[int, int] = (-1, 0)  # the shard that is being read, and its next row
         self._rows: Iterator[dict[str, Any]] = iter(())
@@ -116,7 +116,7 @@ class HubStream:
         record = first[0]
         assert isinstance(record, dict)
         self._column = self._records.column(list(record), self._title)
-        self.counts_bytes = self._column == config.text_key
+        self.counts_bytes = self._records.marks or self._column == config.text_key
 
     def block_rows(self, shard: int, block: int) -> int:
         """Documents of a block: BLOCK, or fewer in the shard's last one."""

@@ -27,13 +27,13 @@ SOURCES: dict[str, SourceKind] = {
     "stdlib": SourceKind("the .py files of Python's standard library", prepared=True),
     "files": SourceKind(
         "text, .jsonl and .parquet of your own",
-        ("paths", "text_key"),
+        ("paths", "text_key", "prompt_key", "messages_key"),
         {"paths": "globs, for example ['corpus/**/*.txt']"},
         prepared=True,
     ),
     "hub": SourceKind(
         "a Hugging Face data set, by name or from a folder",
-        ("path", "name", "split", "streaming", "text_key"),
+        ("path", "name", "split", "streaming", "text_key", "prompt_key", "messages_key"),
         {"path": "a data set's name or a folder"},
         prepared=True,
     ),

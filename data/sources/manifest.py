@@ -2,7 +2,8 @@
 
 A shard is two files. `shard-00000.tokens` holds ids, little endian, uint16 where the vocabulary allows it, else uint32.
 `shard-00000.index` holds, of its n documents, int64 ends (in tokens), uint64 hashes of the names (what the split into
-train and eval reads), int64 ends of the names (in bytes), and the names in UTF-8.
+train and eval reads), int64 ends of the names (in bytes), and the names in UTF-8. Where prompts or chats were prepared
+there is `shard-00000.trained` too: a bit for each token, whether it is to be predicted.
 """
 
 import dataclasses
@@ -48,6 +49,11 @@ class Shard:
     tokens: int
     max_id: int  # the largest id of the shard
     source: str  # the source that its documents came from
+    trained_file: ShardFile | None = None  # which tokens are to be predicted; None: all
+
+    def files(self) -> list[ShardFile]:
+        """Two files or, with marks, three."""
+        return [self.tokens_file, self.index_file, *([self.trained_file] if self.trained_file else [])]
 
 
 @dataclass(frozen=True)
@@ -77,13 +83,14 @@ class Manifest:
         """The file's text: the same for the same tokens, wherever and however often it was written."""
         values = dataclasses.asdict(self)
         del values["folder"]
+        values["shards"] = [plain_shard(shard) for shard in self.shards]
         whole = {"version": VERSION, "documents": self.documents, "tokens": self.tokens, **values}
         return json.dumps(whole, indent=1, sort_keys=True) + "\n"
 
     def files(self) -> list[ShardFile]:
         """Every file that the manifest vouches for."""
         own = [self.tokenizer_file] if self.tokenizer_file else []
-        return own + [file for shard in self.shards for file in (shard.tokens_file, shard.index_file)]
+        return own + [file for shard in self.shards for file in shard.files()]
 
     def path(self, file: ShardFile) -> Path:
         """Where the file lies. ValueError for a name that leads out of the folder."""
@@ -198,7 +205,14 @@ def from_values(folder: Path, values: dict[str, Any]) -> Manifest:
 
 def shard_from(values: dict[str, Any]) -> Shard:
     """A shard from its JSON object. KeyError and TypeError for one of another form."""
-    return Shard(**{**values, **{key: _file(values[key]) for key in ("tokens_file", "index_file")}})
+    files = {key: _file(values[key]) for key in ("tokens_file", "index_file", "trained_file") if values.get(key)}
+    return Shard(**{**values, **files})
+
+
+def plain_shard(shard: Shard) -> dict[str, Any]:
+    """A shard as its JSON object, without the file that it does not have."""
+    values = dataclasses.asdict(shard)
+    return {key: value for key, value in values.items() if key != "trained_file" or value is not None}
 
 
 def _file(values: dict[str, Any]) -> ShardFile:
@@ -220,6 +234,8 @@ def _check(manifest: Manifest, documents: int, tokens: int) -> None:
         whole = shard.tokens_file.bytes == shard.tokens * DTYPES[manifest.dtype]
         if not whole or shard.documents < 1 or shard.index_file.bytes < INDEX_BYTES * shard.documents:
             raise TypeError(f"the sizes of {shard.tokens_file.name} and its index do not fit its documents and tokens")
+        if shard.trained_file is not None and shard.trained_file.bytes != -(-shard.tokens // 8):
+            raise TypeError(f"{shard.trained_file.name} does not hold a bit for each of {shard.tokens} tokens")
         if not 0 <= shard.max_id < manifest.vocab_size:
             raise TypeError(f"{shard.tokens_file.name} holds id {shard.max_id} of {manifest.vocab_size} ids")
     if (manifest.documents, manifest.tokens) != (documents, tokens) or not documents:

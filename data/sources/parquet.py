@@ -1,7 +1,7 @@
-"""Documents in parquet files: a text or a tokens column, one document a row, read by row group."""
+"""Documents in parquet files: a text or a tokens column, a prompt's beside it or a chat's, one document a row."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ _STRING_TYPES = ("string", "large_string", "string_view")
 
 
 class ParquetRows:
-    """The documents' column of one file.
+    """The documents' columns of one file.
 
     In order, memory is that of a batch of rows; in any order, of the last few row groups, each decoded whole: files
     with row groups of gigabytes are better prepared (`python -m data.prepare`).
@@ -33,13 +33,13 @@ class ParquetRows:
             raise ValueError(f"{name} is no parquet file ({str(error).splitlines()[0]})") from None
         schema = self._file.schema_arrow
         self._name = name
-        self.column = records.column(list(schema.names), name)
-        if "." in self.column:
-            raise ValueError(f"{name}: column {self.column!r} has a dot, which parquet reads as a path; rename it")
-        self.is_text = self.column == records.text_key
-        kind = str(schema.field(self.column).type)
-        if self.is_text and kind not in _STRING_TYPES:
-            raise ValueError(f"{name}: column {self.column!r} holds {kind}, expected text; set data.text_key")
+        self.columns = records.columns(list(schema.names), name)
+        for column in self.columns:
+            if "." in column:
+                raise ValueError(f"{name}: column {column!r} has a dot, which parquet reads as a path; rename it")
+            kind = str(schema.field(column).type)
+            if column in (records.text_key, records.prompt_key) and kind not in _STRING_TYPES:
+                raise ValueError(f"{name}: column {column!r} holds {kind}, expected text; set data.text_key")
         self.rows = self._file.metadata.num_rows
         self._kept: OrderedDict[int, Any] = OrderedDict()
 
@@ -48,22 +48,22 @@ class ParquetRows:
         for group in range(self._file.num_row_groups):
             row = 0
             for batch in self._batches(group):
-                for value in batch.column(0):
-                    yield group, row, {self.column: self._plain(value)}
+                for values in zip(*batch.columns):
+                    yield group, row, self._record(values)
                     row += 1
 
     def record(self, group: int, row: int) -> dict[str, Any]:
         """The row of a row group, as {column: value}."""
         if group not in self._kept:
             with self._reading():
-                self._kept[group] = self._file.read_row_group(group, columns=[self.column]).column(0)
+                self._kept[group] = self._file.read_row_group(group, columns=self.columns).columns
             if len(self._kept) > _GROUPS:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(group)
-        return {self.column: self._plain(self._kept[group][row])}
+        return self._record([column[row] for column in self._kept[group]])
 
     def _batches(self, group: int) -> Iterator[Any]:
-        batches = self._file.iter_batches(batch_size=_BATCH, row_groups=[group], columns=[self.column])
+        batches = self._file.iter_batches(batch_size=_BATCH, row_groups=[group], columns=self.columns)
         while True:
             with self._reading():
                 batch = next(batches, None)
@@ -79,10 +79,13 @@ class ParquetRows:
         except Exception as error:  # pyarrow's own classes
             raise ValueError(f"{self._name} is damaged ({str(error).splitlines()[0]})") from None
 
+    def _record(self, values: Sequence[Any]) -> dict[str, Any]:
+        return {column: self._plain(value) for column, value in zip(self.columns, values, strict=True)}
+
     def _plain(self, value: Any) -> Any:
         """Text as str; a list of integers as an array, without an object for each."""
         values = getattr(value, "values", None)  # of a list
-        if values is None or values.null_count:
+        if values is None or values.null_count or values.type.num_fields:  # a chat's messages have fields
             return value.as_py()
         array = values.to_numpy(zero_copy_only=False)
         return array if isinstance(array, np.ndarray) and array.dtype.kind in "iu" else value.as_py()

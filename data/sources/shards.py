@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from data.config import SourceConfig
 from data.sources.documents import FiniteDocuments, stop_of
 from data.sources.manifest import INDEX_BYTES, Manifest, Shard, read_manifest
+from data.sources.marks import mark_by_bits
 from data.tokenizers.tokenizer import Tokenizer, identity_text
 
-_OPEN = 64  # shards, of two file descriptors each: processes have 1,024 by default
+_OPEN = 64  # shards, of two or three file descriptors each: processes have 1,024 by default
 
 
 class ShardView:
@@ -28,6 +29,8 @@ class ShardView:
         self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
         with manifest.path(shard.tokens_file).open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        flags = shard.trained_file
+        self._trained = None if flags is None else np.memmap(manifest.path(flags), np.uint8, "r")
         index = np.memmap(manifest.path(shard.index_file), np.uint8, "r")
         n = shard.documents
         self.ends: NDArray[np.int64] = index[: 8 * n].view("<i8")
@@ -55,7 +58,8 @@ class ShardView:
         return self._names[start : int(self._name_ends[place])].tobytes().decode("utf-8", "surrogateescape")
 
     def read(self, start: int, stop: int) -> NDArray[np.int32]:
-        """Tokens `start` to `stop` of the shard, copied. ValueError for an id above the manifest's largest."""
+        """Tokens `start` to `stop` of the shard, copied, those of prompts marked. ValueError for an id above the
+        manifest's largest."""
         ids = np.frombuffer(self._map, self._dtype, stop - start, start * self._dtype.itemsize).astype(np.int32)
         self._map.madvise(mmap.MADV_DONTNEED)
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= self.shard.max_id:
@@ -63,7 +67,7 @@ class ShardView:
                 f"{self.shard.tokens_file.name} holds an id above its largest, {self.shard.max_id}: it is damaged; "
                 "restore it, or prepare the tokens again"
             )
-        return ids
+        return ids if self._trained is None else mark_by_bits(ids, self._trained, start)
 
 
 class TokenShards(FiniteDocuments):

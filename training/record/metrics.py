@@ -33,6 +33,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "plan/imbalance": ("1", "allowed pairs that attention covers on the busiest rank over the mean of ranks, forward"),
     "data/docs_per_row": ("documents", "documents in a packed row, mean"),
     "data/padding": ("1", "share of the step's token slots that hold padding"),
+    "data/trained": ("1", "share of the step's tokens, padding left out, that are labels; a prompt's are none"),
     "data/cut_documents": ("documents", "documents cut at a row's end, which go on in another row, since step 1"),
     "data/epoch": ("epochs", "passes over the documents that are trained on to the end, of a mixture by every source"),
     "data/tokens/<source>": (
@@ -52,6 +53,7 @@ METRICS: dict[str, tuple[str, str]] = {
 BATCH_METRICS: dict[str, Callable[[PackedBatch], float]] = {
     "data/docs_per_row": lambda batch: batch.num_documents / batch.rows,
     "data/padding": lambda batch: batch.padding_tokens / batch.tokens.numel(),
+    "data/trained": lambda batch: batch.label_tokens / max(1, batch.tokens.numel() - batch.padding_tokens),
 }
 
 
