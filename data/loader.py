@@ -190,7 +190,7 @@ class PackedLoader:
         return ", ".join(f"{size} of {label}" for size, (label, *_) in zip(sizes, self._parts))
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the stream of batches is a function of; the corpus by its documents' names and lengths."""
+        """What the stream of batches is a function of; the corpus by its documents' names and content."""
         config = self.config
         keys = ("source", "seq_len", "rows", "packing", "lookahead", "eval_fraction")
         return {
@@ -227,7 +227,7 @@ class PackedLoader:
         if differing:
             raise ValueError(
                 f"the loader's state is of another stream of batches ({'; '.join(differing)}); "
-                "restore these values, or start a new run"
+                "restore these, or start anew with run.resume=never"
             )
         self._restart()
         self._step = state["step"]

@@ -6,6 +6,8 @@ documents; nothing but the blocks in use is held, and any place in a shard can b
 
 import hashlib
 import itertools
+import os
+import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.config import SourceConfig
+from data.sources.contents import WatchedFiles, refuse_large
 from data.sources.documents import FiniteDocuments, stop_of
 from data.sources.records import Records
 from data.tokenizers.tokenizer import Tokenizer
@@ -36,6 +39,23 @@ def load(config: SourceConfig) -> Any:
         return read(config.path, config.name, split=config.split, streaming=config.streaming)
     except Exception as error:  # a dozen classes of its own
         raise ValueError(f"data.path={config.path}: {_first_line(error)}") from None
+
+
+def listed(config: SourceConfig) -> list[tuple[str, str]]:
+    """(address, where it comes from) of the files of the split; of the hub, the address holds the commit."""
+    import datasets
+
+    try:
+        found: Any = datasets.load_dataset_builder(str(config.path), config.name).config.data_files or {}
+    except Exception as error:
+        raise ValueError(f"data.path={config.path}: {_first_line(error)}") from None
+    split = re.match(r"\w*", config.split)
+    chosen = [found[split[0]]] if split and split[0] in found else list(found.values())
+    return [
+        (str(address), str(origin))
+        for files in chosen
+        for address, origin in itertools.zip_longest(files, getattr(files, "origin_metadata", ()))
+    ]
 
 
 def _first_line(error: BaseException) -> str:
@@ -65,7 +85,13 @@ class HubTable(FiniteDocuments):
         column = self._records.column(list(table.column_names), self._title)
         self._table = table.select_columns([column])
         self.counts_bytes = column == config.text_key
-        self._lengths = np.fromiter((len(self._ids(i)) for i in range(len(table))), np.int64, len(table))
+        content = hashlib.blake2b(digest_size=16)
+        self._lengths = np.zeros(len(table), np.int64)
+        for index in range(len(table)):
+            ids = self._ids(index)
+            content.update(ids.tobytes())
+            self._lengths[index] = ids.size
+        self._content = content.digest()
         if not self._lengths.size:
             raise ValueError(f"{self._title} holds no documents; choose another data.split")
 
@@ -89,7 +115,7 @@ class HubTable(FiniteDocuments):
         return self._ids(index)[start : stop_of(self, index, start, stop)]
 
     def fingerprint(self) -> str:
-        digest = hashlib.blake2b(self._title.encode(), digest_size=16)
+        digest = hashlib.blake2b(self._title.encode() + self._content, digest_size=16)
         digest.update(self._lengths.tobytes())
         return digest.hexdigest()
 
@@ -105,6 +131,14 @@ class HubStream:
 
     def __init__(self, config: SourceConfig, stream: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._title, self._stream = title(config), stream
+        self._files = WatchedFiles()
+        files = listed(config)
+        local = [address for address, _ in files if os.path.isfile(address)]
+        refuse_large(local, f"data.path={config.path}", config, tokenizer)
+        for address in local:
+            self._files.add(address, address)
+        # files that are not here are told apart by their address, with its commit, and by what their server says
+        self._elsewhere = [file for file in files if file[0] not in local]
         self._records = Records(tokenizer, vocab_size, config.text_key)
         self.shards: int = stream.num_shards
         self._open: tuple[int, int] = (-1, 0)  # the shard that is being read, and its next row
@@ -138,7 +172,7 @@ class HubStream:
     def fingerprint(self) -> str:
         splits = getattr(self._stream.info, "splits", None) or {}
         counts = sorted((name, split.num_examples) for name, split in splits.items())
-        text = f"{self._title} {self._column} {self.shards} {counts}"
+        text = f"{self._title} {self._column} {self.shards} {counts} {self._files.digest()} {self._elsewhere}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _ids(self, index: int) -> NDArray[np.int32]:
@@ -170,6 +204,7 @@ class HubStream:
             records = list(itertools.islice(self._rows, BLOCK))
         except Exception as error:
             raise ValueError(f"{self._title}, shard {shard} of {self.shards}: {_first_line(error)}") from None
+        self._files.confirm_all()
         self._open = (shard, start + len(records))
         return [self._records.kept(record) for record in records]
 
