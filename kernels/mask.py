@@ -363,12 +363,12 @@ def _gaps_of_lengths(
 
 
 def _index_tensor(name: str, values: Indices) -> Tensor:
-    """A list or integer tensor as an int64 tensor on its own device."""
+    """A list as an int64 tensor on the CPU, an integer tensor as one on its own device."""
     if isinstance(values, Tensor):
         if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{name} must be a 1-D int32 tensor or a list, not {values.dim()}-D {values.dtype}")
         return values.long()
-    return torch.tensor([operator.index(x) for x in values], dtype=torch.int64)
+    return torch.tensor([operator.index(x) for x in values], dtype=torch.int64, device="cpu")
 
 
 def _total(cu_name: str, total_name: str, cu: Tensor, total: int | None) -> int:
