@@ -27,7 +27,7 @@ from data.split import split_documents
 from data.tokenizers.tokenizer import identity_text
 
 SPLITS = ("train", "eval")
-_STATE = 2
+_STATE = 3
 
 
 class PackedLoader:
@@ -221,7 +221,10 @@ class PackedLoader:
             ValueError: a state of another corpus or configuration; the sentence lists what differs.
         """
         if state.get("format") != _STATE:
-            raise ValueError(f"the loader's state has format {state.get('format')!r}, expected {_STATE}")
+            raise ValueError(
+                f"the loader's state has format {state.get('format')!r}, expected {_STATE}; start anew "
+                "with run.resume=never"
+            )
         saved, now = state["fingerprint"], self.fingerprint()
         differing = [f"{key} was {saved.get(key)!r}, is {now[key]!r}" for key in now if saved.get(key) != now[key]]
         if differing:

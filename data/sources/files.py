@@ -11,6 +11,7 @@ import sysconfig
 from array import array
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from data.config import SourceConfig
 from data.sources.contents import WatchedFiles, refuse_large
 from data.sources.documents import FiniteDocuments, stop_of
+from data.sources.kept import Kept
 from data.sources.parquet import ParquetRows
 from data.sources.records import Records
 from data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
@@ -30,7 +32,9 @@ _NOT_TEXT = (
 # Tests of the library and its editor: present in some installs of Python and left out by others.
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 
-_OPEN = 8  # parquet files held open, each with a few row groups decoded
+_OPEN = 8  # parquet files held open
+CODED_BYTES = 64 << 20  # documents kept as ids: one that fills many rows is coded once
+GROUP_BYTES = 256 << 20  # row groups kept decoded
 
 
 class FileDocuments(FiniteDocuments):
@@ -48,11 +52,12 @@ class FileDocuments(FiniteDocuments):
         self._files = WatchedFiles()
         self._parquet: set[int] = set()  # the files that are
         self._table = lru_cache(maxsize=_OPEN)(self._open_table)
+        self._groups: Kept[tuple[int, int], Any] = Kept(GROUP_BYTES)
         # Of each document: its file, first byte (row group), bytes on disk (row in the group), tokens, and line or row
         # of the file (0: the whole file is the document).
         self._file, self._offset, self._bytes = array("q"), array("q"), array("q")
         self._length, self._line = array("q"), array("q")
-        self._coded = lru_cache(maxsize=8)(self._code)  # a document that fills many rows is coded once
+        self._coded: Kept[int, NDArray[np.int32]] = Kept(CODED_BYTES)
         self.counts_bytes = True
 
     @property
@@ -79,16 +84,18 @@ class FileDocuments(FiniteDocuments):
     def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
         stop = stop_of(self, index, start, stop)
         if self._line[index] or not isinstance(self._tokenizer, ByteTokenizer):
-            return self._coded(index)[start:stop]
+            return self._coded.get(index, lambda: self._code(index))[start:stop]
         return self._tokenizer.encode_span(
             lambda low, high: self._read(index, low, high), self._bytes[index], start, stop
         )
 
-    def _code(self, index: int) -> NDArray[np.int32]:
-        """The whole document, read and coded again."""
+    def _code(self, index: int) -> tuple[NDArray[np.int32], int]:
+        """The whole document, read and coded again, and its bytes."""
         file = self._file[index]
         if file in self._parquet:
-            record = self._table(file).record(self._offset[index], self._bytes[index])
+            group, table = self._offset[index], self._table(file)
+            rows = self._groups.get((file, group), lambda: table.group(group))
+            record = table.record(rows, self._bytes[index])
             self._files.confirm(file)
             ids, _ = self._records.ids(record, self.name(index))
         elif self._line[index]:
@@ -98,7 +105,7 @@ class FileDocuments(FiniteDocuments):
         if len(ids) != self._length[index]:
             raise self._files.changed(file)
         ids.setflags(write=False)
-        return ids
+        return ids, ids.nbytes
 
     def _read(self, index: int, low: int, high: int) -> bytes:
         """Bytes `low` to `high` of the document on disk."""

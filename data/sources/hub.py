@@ -1,16 +1,15 @@
 """Documents of a Hugging Face data set, by name or from a folder, read by the `datasets` library.
 
 Streaming reads the data set's shards (its files) in an order drawn from (seed, epoch) and shuffles within blocks of
-documents; nothing but the blocks in use is held, and any place in a shard can be returned to.
+documents, whose bytes are bounded; a few blocks are held, and any place in a shard can be returned to.
 """
 
 import hashlib
 import itertools
 import os
 import re
-from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +17,13 @@ from numpy.typing import NDArray
 from data.config import SourceConfig
 from data.sources.contents import WatchedFiles, refuse_large
 from data.sources.documents import FiniteDocuments, stop_of
+from data.sources.kept import OVERHEAD, Kept
 from data.sources.records import Records
 from data.tokenizers.tokenizer import Tokenizer
 
-BLOCK = 256  # documents shuffled among themselves
-_BLOCKS = 16  # blocks kept: more documents than a packer holds back, so that none is read twice
+BLOCK = 256  # documents shuffled among themselves, or as many as BLOCK_BYTES hold
+BLOCK_BYTES = 32 << 20  # of text
+KEPT_BYTES = 256 << 20  # of blocks kept, text or ids: what a packer holds back is seldom read twice
 _SHARD = 1 << 32  # documents of a shard at most: a document's number is shard * _SHARD + row
 
 
@@ -143,18 +144,21 @@ class HubStream:
         self.shards: int = stream.num_shards
         self._open: tuple[int, int] = (-1, 0)  # the shard that is being read, and its next row
         self._rows: Iterator[dict[str, Any]] = iter(())
-        self._blocks: OrderedDict[tuple[int, int], list[NDArray[np.int32] | dict[str, Any]]] = OrderedDict()
-        first = next((block for shard in range(self.shards) if (block := self._block(shard, 0))), None)
+        self._blocks: Kept[tuple[int, int], Block] = Kept(KEPT_BYTES, self._forget)
+        self._places: dict[int, tuple[int, int]] = {}  # of a document that is kept, its block
+        self._dtype = np.uint16 if vocab_size <= 1 << 16 else np.int32  # what ids are kept in
+        first = next((block for shard in range(self.shards) if (block := self._block(shard, 0)).documents), None)
         if first is None:
             raise ValueError(f"{self._title} holds no documents; choose another data.split")
-        record = first[0]
+        record = first.documents[0]
         assert isinstance(record, dict)
         self._column = self._records.column(list(record), self._title)
         self.counts_bytes = self._column == config.text_key
 
-    def block_rows(self, shard: int, block: int) -> int:
-        """Documents of a block: BLOCK, or fewer in the shard's last one."""
-        return len(self._block(shard, block))
+    def block_rows(self, shard: int, start: int) -> tuple[int, bool]:
+        """Documents of the block that begins at row `start`, and whether it is the shard's last."""
+        block = self._block(shard, start)
+        return len(block.documents), block.last
 
     def number(self, shard: int, row: int) -> int:
         """The number by which a document is asked for."""
@@ -178,35 +182,62 @@ class HubStream:
     def _ids(self, index: int) -> NDArray[np.int32]:
         """The document's ids, coded the first time that they are asked for."""
         shard, row = divmod(index, _SHARD)
-        block = self._block(shard, row // BLOCK)
-        document = block[row % BLOCK]
+        key = self._places.get(index, (shard, row))  # one that is no longer kept begins a block of its own
+        block = self._block(*key)
+        if row - key[1] >= len(block.documents):
+            raise IndexError(f"{self.name(index)}: there is no such row")
+        document = block.documents[row - key[1]]
         if isinstance(document, dict):
-            document, _ = self._records.ids(document, self.name(index))
-            document.setflags(write=False)
-            block[row % BLOCK] = document
-        return document
+            ids, _ = self._records.ids(document, self.name(index))
+            document = ids.astype(self._dtype)
+            block.documents[row - key[1]] = document
+            self._blocks.grow(key, document.nbytes)  # its text may be held elsewhere for a while
+        return document.astype(np.int32)
 
-    def _block(self, shard: int, block: int) -> list[NDArray[np.int32] | dict[str, Any]]:
-        key = (shard, block)
-        if key not in self._blocks:
-            self._blocks[key] = self._read(shard, block)
-            if len(self._blocks) > _BLOCKS:
-                self._blocks.popitem(last=False)
-        self._blocks.move_to_end(key)
-        return self._blocks[key]
+    def _block(self, shard: int, start: int) -> "Block":
+        return self._blocks.get((shard, start), lambda: self._read(shard, start))
 
-    def _read(self, shard: int, block: int) -> list[NDArray[np.int32] | dict[str, Any]]:
-        """The next rows of the shard where it stands; else the shard opened anew, and rows before the block passed."""
-        start = block * BLOCK
+    def _forget(self, key: tuple[int, int], block: "Block") -> None:
+        shard, start = key
+        for row in range(start, start + len(block.documents)):
+            if self._places.get(self.number(shard, row)) == key:
+                del self._places[self.number(shard, row)]
+
+    def _read(self, shard: int, start: int) -> tuple["Block", int]:
+        """The next rows of the shard where it stands; else the shard opened anew, and rows before `start` passed."""
+        documents: list[NDArray[Any] | dict[str, Any]] = []
+        size = 0
         try:
             if self._open != (shard, start):
                 self._rows = iter(self._stream.shard(num_shards=self.shards, index=shard).skip(start))
-            records = list(itertools.islice(self._rows, BLOCK))
+            for record in itertools.islice(self._rows, BLOCK):
+                kept = self._records.kept(record)
+                documents.append(kept)
+                size += sum(_bytes_of(value) for value in kept.values())
+                if size >= BLOCK_BYTES:
+                    break
         except Exception as error:
             raise ValueError(f"{self._title}, shard {shard} of {self.shards}: {_first_line(error)}") from None
         self._files.confirm_all()
-        self._open = (shard, start + len(records))
-        return [self._records.kept(record) for record in records]
+        self._open = (shard, start + len(documents))
+        for row in range(start, start + len(documents)):
+            self._places.setdefault(self.number(shard, row), (shard, start))
+        last = len(documents) < BLOCK and size < BLOCK_BYTES
+        return Block(documents, last), size + OVERHEAD * len(documents)
+
+
+class Block(NamedTuple):
+    """Some documents of a shard, each as its record until its ids are asked for."""
+
+    documents: list[NDArray[Any] | dict[str, Any]]
+    last: bool
+
+
+def _bytes_of(value: Any) -> int:
+    """What a value of a record takes, about: a text, or a list of ids."""
+    if isinstance(value, str):
+        return len(value) if value.isascii() else 4 * len(value)
+    return getattr(value, "nbytes", 32 * len(value) if hasattr(value, "__len__") else 64)
 
 
 def from_hub(

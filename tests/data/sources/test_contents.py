@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from data import order
 from data.config import DataConfig
 from data.loader import PackedLoader
 from data.prepare.command import parse, prepare
@@ -28,8 +27,7 @@ TEXTS = [f"to be or not, in document {n}: many " + "x" * (n % 7) for n in range(
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-    for module in (hub, order):  # so that some blocks are read after the edit
-        monkeypatch.setattr(module, "BLOCK", 8)
+    monkeypatch.setattr(hub, "BLOCK", 8)  # so that some blocks are read after the edit
     datasets.disable_progress_bars()
 
 
