@@ -27,7 +27,7 @@ from data.split import split_documents
 from data.tokenizers.tokenizer import identity_text
 
 SPLITS = ("train", "eval")
-_STATE = 2
+_STATE = 3
 
 
 class PackedLoader:
@@ -194,7 +194,7 @@ class PackedLoader:
         return ", ".join(f"{size} of {label}" for size, (label, *_) in zip(sizes, self._parts))
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the stream of batches is a function of; the corpus by its documents' names and lengths."""
+        """What the stream of batches is a function of; the corpus by its documents' names and content."""
         config = self.config
         keys = ("source", "seq_len", "rows", "packing", "lookahead", "eval_fraction")
         return {
@@ -225,13 +225,16 @@ class PackedLoader:
             ValueError: a state of another corpus or configuration; the sentence lists what differs.
         """
         if state.get("format") != _STATE:
-            raise ValueError(f"the loader's state has format {state.get('format')!r}, expected {_STATE}")
+            raise ValueError(
+                f"the loader's state has format {state.get('format')!r}, expected {_STATE}; start anew "
+                "with run.resume=never"
+            )
         saved, now = state["fingerprint"], self.fingerprint()
         differing = [f"{key} was {saved.get(key)!r}, is {now[key]!r}" for key in now if saved.get(key) != now[key]]
         if differing:
             raise ValueError(
                 f"the loader's state is of another stream of batches ({'; '.join(differing)}); "
-                "restore these values, or start a new run"
+                "restore these, or start anew with run.resume=never"
             )
         self._restart()
         self._step = state["step"]

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from data.packing import Piece
 from data.sources.documents import FiniteDocuments, Source, bucket, name_hash
-from data.sources.hub import BLOCK, HubStream
+from data.sources.hub import HubStream
 from data.split import DocumentOrder
 
 
@@ -51,7 +51,7 @@ class StreamOrder:
         self.restore([0, 0, 0, 0])
 
     def state(self) -> list[int]:
-        """Epoch, shards done, block of the shard, documents or parts done of the block."""
+        """Epoch, shards done, first row of the block, documents or parts done of the block."""
         return [self.epoch, self._place, self._block, self._cursor]
 
     def restore(self, state: list[int]) -> None:
@@ -82,15 +82,15 @@ class StreamOrder:
                 self._found = True
                 self._cursor += 1
                 return self._units[self._cursor - 1]
-            ended = self._source.block_rows(shard, self._block) < BLOCK
-            self._place, self._block = (self._place + 1, 0) if ended else (self._place, self._block + 1)
+            rows, last = self._source.block_rows(shard, self._block)
+            self._place, self._block = (self._place + 1, 0) if last else (self._place, self._block + rows)
             self._cursor, self._units = 0, None
         return None
 
     def _read(self, shard: int) -> list[Piece]:
         """The documents of the split in the block, or their parts, as they lie there."""
-        rows = range(self._source.block_rows(shard, self._block))
-        documents = [self._source.number(shard, self._block * BLOCK + row) for row in rows]
+        rows = range(self._source.block_rows(shard, self._block)[0])
+        documents = [self._source.number(shard, self._block + row) for row in rows]
         buckets = bucket(np.array([name_hash(self._source.name(document)) for document in documents], np.uint64))
         found = []
         for document, low in zip(documents, (buckets < self._fraction).tolist()):

@@ -91,7 +91,11 @@ def check_device(name: str, value: Any) -> torch.device:
 def index_tensor(name: str, values: Indices) -> Tensor:
     """A list or integer tensor as an int64 tensor on its own device."""
     check_indices(name, values)
-    return values.long() if isinstance(values, Tensor) else torch.tensor([int(x) for x in values], dtype=torch.int64)
+    return (
+        values.long()
+        if isinstance(values, Tensor)
+        else torch.tensor([int(x) for x in values], dtype=torch.int64, device="cpu")
+    )
 
 
 def total_of(cu_name: str, total_name: str, cu: Tensor, total: int | None) -> int:

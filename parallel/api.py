@@ -87,7 +87,7 @@ class ContextParallel:
         self._bound: dict[MaskSpec, BoundPlan] = {}
         self._engine: Engine | None = None
         self._placement: Placement | None = None
-        self._index = torch.zeros(0, dtype=torch.int64)
+        self._index = torch.zeros(0, dtype=torch.int64, device="cpu")
 
     def bind(
         self,

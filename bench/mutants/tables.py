@@ -118,7 +118,7 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ): SHORTCUT,
     ("parallel/proof/coverage.py", "if tokens == held:", "condition", "if False:"): SHORTCUT,
     (
-        "parallel/proof/shares.py",
+        "parallel/proof/contributions.py",
         "missing = self._missing(ranks[0], source[0], tokens, heads, blocks) if len(ranks) == 1 else None", "number",
         "missing = self._missing(ranks[-1], source[0], tokens, heads, blocks) if len(ranks) == 1 else None",
     ): "a list of one",
