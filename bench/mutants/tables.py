@@ -117,6 +117,10 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
         "if any(h[0] <= heads[0] and heads[1] <= h[0] and inside(tokens, p) for p, h in parts):",
     ): SHORTCUT,
     ("parallel/proof/coverage.py", "if tokens == held:", "condition", "if False:"): SHORTCUT,
+    ("parallel/proof/coverage.py", "continue", "statement", "pass"): "a head that is checked twice is as right",
+    (
+        "parallel/proof/coverage.py", "checked.add(same)", "statement", "pass",
+    ): "a head that is checked twice is as right",
     (
         "parallel/proof/contributions.py",
         "missing = self._missing(ranks[0], source[0], tokens, heads, blocks) if len(ranks) == 1 else None", "number",

@@ -187,7 +187,6 @@ class _Machine:
             raise self.fail(rank, f"stats of {step.partial} need a dout and room for the same tokens and heads")
         if not buffer.kept:
             raise self.fail(rank, f"stats of {step.partial}, which is not what forward finished")
-        memory.read(step.partial, buffer.tokens, buffer.heads)
         memory.read(step.grad_out, buffer.tokens, buffer.heads)
         memory.put(step.into, buffer.tokens, buffer.heads, [])
 

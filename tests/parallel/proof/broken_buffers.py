@@ -261,6 +261,10 @@ MEMORY: Broken = {
         "kv1 is read while it is received",
         lambda: ring().move(FORWARD, 0, 3, 2).plan(),
     ),
+    "stats before dout has arrived": (
+        "grad_out.heads is read while it is received",
+        lambda: Draft("ulysses").move(BACKWARD, 0, 3, 1).plan(),
+    ),
     "read before it is written": ("kv9 is read where nothing was written", _unwritten),
     "written after it was freed": (
         "grad_kv1 is written after it was freed",
@@ -313,6 +317,10 @@ MEMORY: Broken = {
     "heads above those it holds": (
         r"q does not hold .* x heads \(0, 5\)",
         lambda: ring().step(FORWARD, 0, Attend, heads=(0, 5)).plan(),
+    ),
+    "written beyond what it holds": (
+        r"acc does not hold .* x heads \(0, 4\)",
+        lambda: ring().buffer(FORWARD, 0, "acc", heads=(0, 3)).plan(),
     ),
     "heads below those it holds": (
         r"kv1 does not hold .* x heads \(0, 2\)",

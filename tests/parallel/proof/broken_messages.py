@@ -13,6 +13,14 @@ def _another_stats() -> Draft:
     return ring().spare(BACKWARD, 0, "other", "stats", tokens=tokens((0, 2)), capacity=2)
 
 
+def _turned_dout() -> Plan:
+    """A helper keeps what it is sent in another order than attention asks for."""
+    draft = Draft("distflash", 3, (9,))
+    for name in ("grad_out1.2", "stats1.2"):
+        draft.buffer(BACKWARD, 0, name, tokens=tokens((7, 9), (6, 7)))
+    return draft.plan()
+
+
 def _stats_of_a_temporary() -> Plan:
     return ring().spare(BACKWARD, 0, "part", "acc").step(BACKWARD, 0, MakeStats, partial="part").plan()
 
@@ -56,6 +64,7 @@ RESULTS: Broken = {
         "do not lie in one piece in q, where",
         lambda: ring().step(FORWARD, 0, Attend, q_tokens=tokens((0, 1), (6, 7))).plan(),
     ),
+    "dout and stats in two pieces": ("do not lie in one piece in grad_out1.2, where", _turned_dout),
     "dout and stats that differ": (
         "grad_out and other hold different tokens or heads",
         lambda: _another_stats().step(BACKWARD, 0, AttendBackward, stats="other").plan(),
@@ -165,6 +174,15 @@ def _two_messages_and_one() -> Plan:
     return draft.plan()
 
 
+def _to_a_rank_that_receives_nothing() -> Plan:
+    """Rank 2 takes part in batch 0, with ranks 1 and 3."""
+    draft = ring(4)
+    post = draft.steps(FORWARD, 0)[0]
+    assert isinstance(post, Post)
+    draft.steps(FORWARD, 0)[0] = post._replace(sends=(*post.sends, post.sends[0]._replace(peer=2)))
+    return draft.plan()
+
+
 def _turned_messages() -> Plan:
     """Two messages that are received in another order than they are sent in."""
     draft = Draft("ulysses")
@@ -222,6 +240,10 @@ MESSAGES: Broken = {
     "more messages than are received": (
         "rank 0 sends rank 1 in batch 0 2 messages, and 1 are received",
         _two_messages_and_one,
+    ),
+    "a message that nobody receives": (
+        "rank 0 sends rank 2 in batch 0 1 messages, and 0 are received",
+        _to_a_rank_that_receives_nothing,
     ),
     "messages in another order": ("rank 0 sends rank 1 in batch -1 kv, and q is received", _turned_messages),
     "other tokens": (

@@ -14,11 +14,13 @@ from parallel.plan.ir import (
     Add,
     AttentionShape,
     Copy,
+    Free,
     MakeStats,
     Message,
     Post,
     Program,
     Step,
+    Wait,
 )  # fmt: skip
 from parallel.plan.layout import PackedLayout
 from parallel.plan.plan import Plan, message_bytes
@@ -124,6 +126,26 @@ def test_no_log_sum_exp_travels_rounded(name: str, kind: str):
                 verify(draft.plan())
         else:
             verify(draft.plan())
+
+
+def test_a_batch_does_not_wait_for_those_posted_after_it():
+    """Rank 0 finishes batch 7 while 8 is open; only what it posts then, on another communicator, brings 8 about."""
+    draft = Draft("zigzag_ring", 3, (12,))
+    sets = draft.base.placement.sets
+
+    def carry(batch: int, comm: str, sender: int, receiver: int) -> tuple[Post, Post]:
+        message = Message(receiver, "kv", "kv", sets[sender], (0, 2))
+        draft.spare("forward", receiver, f"spare{batch}", "kv", tokens=sets[sender])
+        back = message._replace(peer=sender, buffer=f"spare{batch}")
+        return Post(batch, comm, (message,), ()), Post(batch, comm, (), (back,))
+
+    (first, first_in), (last, last_in) = carry(7, "cp", 0, 1), carry(8, "cp", 2, 0)
+    (across, across_in), (on, on_in) = carry(11, "cp_outer", 0, 1), carry(10, "cp", 1, 2)
+    w7, w8, w10, w11 = Wait(7, "cp"), Wait(8, "cp"), Wait(10, "cp"), Wait(11, "cp_outer")
+    draft.add("forward", 0, first, last_in, w7, across, w11, w8, Free("spare8"))
+    draft.add("forward", 1, first_in, w7, across_in, w11, on, w10, Free("spare7"), Free("spare11"))
+    draft.add("forward", 2, on_in, w10, last, w8, Free("spare10"))
+    verify(draft.plan())
 
 
 def test_a_claim_is_held_where_the_exchange_makes_it():
