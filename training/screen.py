@@ -24,7 +24,8 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 
 def config_groups() -> dict[str, list[str]]:
     """Each folder of conf/ and the names that can be chosen there."""
-    return {p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in sorted(CONF.iterdir()) if p.is_dir()}
+    found = {p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in sorted(CONF.iterdir()) if p.is_dir()}
+    return {group: names for group, names in found.items() if names}
 
 
 def screen_overrides(arguments: list[str]) -> None:

@@ -24,8 +24,11 @@ from training.config import Config
 from training.outcome import Outcome, RankFailed
 from training.place import Place
 
-ROOT = Path(__file__).resolve().parents[2]
-WORKER = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from training.start.worker import main; main()"
+ROOT = Path(__file__).resolve().parents[__name__.count(".")]  # what this package's first name lies in
+WORKER = (
+    f"import importlib, sys; sys.path.insert(0, {str(ROOT)!r}); "
+    f"importlib.import_module({f'{__package__}.worker'!r}).main()"
+)
 GRACE = 5.0  # seconds
 STACK = 0.5  # seconds for a hanging rank to print its stack
 
