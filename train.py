@@ -23,10 +23,9 @@ from omegaconf import DictConfig, OmegaConf
 
 # nothing here loads torch, so that a mistake in the configuration shows within a second
 from training.adopt import adopt_checkpoint
-from training.config import Config
 from training.outcome import PeerLost, RankFailed
-from training.screen import refuse_added_keys, screen_overrides
-from training.start.launch import launch
+from training.screen import config_groups, refuse_added_keys, screen_overrides, typed
+from training.start.launch import group_sweep, launch
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -36,11 +35,10 @@ def main(composed: DictConfig) -> None:
     try:
         refuse_added_keys(OmegaConf.to_container(composed))
         adopt_checkpoint(composed)
-        config = OmegaConf.to_object(composed)
-        assert isinstance(config, Config)
+        config = typed(composed)
         config.validate()
-        if sweep and config.wandb.group is None:
-            config.wandb.group = Path(HydraConfig.get().sweep.dir).name
+        if sweep:
+            group_sweep(config, Path(HydraConfig.get().sweep.dir).name)
         outcome = launch(config)
     except (ValueError, ArithmeticError, OSError, RankFailed, PeerLost) as error:
         if sweep:
@@ -56,6 +54,9 @@ if __name__ == "__main__":
         screen_overrides(sys.argv[1:])
     except ValueError as error:
         sys.exit(f"error: {error}")
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__, *(f"{group}: {', '.join(names)}" for group, names in config_groups().items()), sep="\n")
+        sys.exit()
     try:
         main()
     except KeyboardInterrupt:
