@@ -24,11 +24,10 @@ from omegaconf import DictConfig, OmegaConf
 
 # nothing here loads torch, so that a mistake in the configuration shows within a second
 from training.adopt import adopt_checkpoint
-from training.config import Config
 from training.outcome import PeerLost, RankFailed
-from training.screen import refuse_added_keys, screen_overrides
+from training.screen import refuse_added_keys, screen_overrides, typed
 from training.show.help import help_text, wants_help
-from training.start.launch import launch
+from training.start.launch import group_sweep, launch
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -38,11 +37,10 @@ def main(composed: DictConfig) -> None:
     try:
         refuse_added_keys(OmegaConf.to_container(composed))
         adopt_checkpoint(composed)
-        config = OmegaConf.to_object(composed)
-        assert isinstance(config, Config)
+        config = typed(composed)
         config.validate()
-        if sweep and config.wandb.group is None:
-            config.wandb.group = Path(HydraConfig.get().sweep.dir).name
+        if sweep:
+            group_sweep(config, Path(HydraConfig.get().sweep.dir).name)
         outcome = launch(config)
     except (ValueError, ArithmeticError, OSError, RankFailed, PeerLost) as error:
         if sweep:

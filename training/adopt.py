@@ -7,13 +7,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from models.config import ModelConfig, Positions
 from models.hf.config import read_config
 from models.hf.files import CheckpointFolder, open_folder
 from models.hf.names import stored_pieces
 from training.config import ConfigError
+from training.screen import is_left_open
 
 # What a checkpoint gives: the keys that conf/model/hf.yaml leaves open, as ${checkpoint:key}. What a user sets, be it
 # null, takes the place of that mark, so that it is known.
@@ -38,26 +39,27 @@ def adopt_checkpoint(composed: DictConfig) -> None:
         CheckpointError: what the checkpoint lacks, or what the decoder does; see `models.hf.files`.
     """
     model, path = composed.model, composed.model.path
-    given = {key: model[key] for key in GIVEN if not OmegaConf.is_interpolation(model, key)}
+    left_open = {key for key in GIVEN if is_left_open(model, key)}
     if path is None:
-        if len(given) < len(GIVEN):
+        if left_open:
             raise ConfigError(
                 "model=hf takes the model from a checkpoint; give its folder, with config.json and safetensors, as "
                 "model.path=DIR."
             )
         return
-    if len(given) == len(GIVEN):
+    if not left_open:
         raise ConfigError(
             f"model.path={path} gives every size of the model, and so does the preset; use model=hf with it, or leave "
             f"it out to start from random weights."
         )
     folder = open_folder(Path(path).expanduser().absolute())
     architecture, found = read_config(folder.config)
+    for key in left_open:
+        model[key] = getattr(found, key)
+    given = {key: model[key] for key in GIVEN - left_open}  # now that a ${model...} among them can be followed
     _refuse_contradictions(given, found, folder)
     _refuse_bytes(composed.data, folder.path)
     stored_pieces(folder, architecture, found)
-    for key in GIVEN - given.keys():
-        model[key] = getattr(found, key)
     model.path, model.content_hash = str(folder.path), folder.content_hash
 
 

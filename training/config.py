@@ -7,8 +7,10 @@ composed; nothing below reads Hydra.
 import dataclasses
 import enum
 import hashlib
+import importlib.util
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,15 +195,73 @@ class RunConfig:
             )
 
 
+WANDB_VARIABLES = {
+    "project": "WANDB_PROJECT", "entity": "WANDB_ENTITY", "group": "WANDB_RUN_GROUP", "tags": "WANDB_TAGS",
+    "name": "WANDB_NAME", "id": "WANDB_RUN_ID", "dir": "WANDB_DIR",
+}  # fmt: skip
+WANDB_MODES = {
+    "": WandbMode.auto, "online": WandbMode.online, "run": WandbMode.online, "offline": WandbMode.offline,
+    "dryrun": WandbMode.offline, "disabled": WandbMode.disabled,
+}  # fmt: skip
+
+
 @dataclass
 class WandbConfig:
     """Where the run is tracked. Metrics always go to metrics.jsonl as well."""
 
-    mode: WandbMode = WandbMode.auto  # auto: online with a key, offline without
-    project: str = "longfold"  # the project that runs are listed under
-    entity: str | None = None  # the user or team that owns the project; null: the key's own
-    group: str | None = None  # what runs are grouped by; null: in a sweep its folder, else none
-    tags: list[str] = field(default_factory=list)  # more tags, beside the strategy's
+    # What is null (of mode: auto) is taken from the environment, as W&B names it, and only then from what stands here.
+    mode: WandbMode = WandbMode.auto  # auto: WANDB_DISABLED, WANDB_MODE, else online with a key, offline without
+    project: str | None = None  # null: WANDB_PROJECT, else longfold
+    entity: str | None = None  # null: WANDB_ENTITY, else the key's
+    group: str | None = None  # null: WANDB_RUN_GROUP, else that of the sweep
+    tags: list[str] | None = None  # null: WANDB_TAGS; the strategy's label is one of them in any case
+    name: str | None = None  # null: WANDB_NAME, else the run folder's
+    id: str | None = None  # null: WANDB_RUN_ID, else the run folder's own
+    dir: str | None = None  # null: WANDB_DIR, else the run folder
+
+    def settle(self, environment: Mapping[str, str]) -> None:
+        """Fill what is left open from the environment's variables, and check all of it.
+
+        Raises:
+            ConfigError: what W&B would refuse only when the run begins.
+        """
+        sources: dict[str, str] = {}
+        if self.mode is WandbMode.auto:
+            self._settle_mode(environment)
+        for key, variable in WANDB_VARIABLES.items():
+            if getattr(self, key) is None and environment.get(variable):
+                text = environment[variable]
+                setattr(self, key, [part.strip() for part in text.split(",")] if key == "tags" else text)
+                sources[key] = f"the environment's {variable}="
+        shown = {key: sources.get(key, f"wandb.{key}=") + str(getattr(self, key)) for key in WANDB_VARIABLES}
+        for key, most in (("project", 128), ("id", 128)):
+            value = getattr(self, key)
+            if value is not None and (set(value) & set("/\\#?%:") or not 0 < len(value.strip()) <= most):
+                raise ConfigError(
+                    f"{shown[key]}: W&B takes 1 to {most} characters, and none of / \\ # ? % :; choose another."
+                )
+        bad = next((tag for tag in self.tags or [] if not 0 < len(tag) <= 64), None)
+        if bad is not None:
+            raise ConfigError(
+                f"{shown['tags']}: W&B takes tags of 1 to 64 characters, and {bad!r} has {len(bad)}; shorten it."
+            )
+        if self.mode is not WandbMode.disabled and importlib.util.find_spec("wandb") is None:
+            raise ConfigError(
+                f"wandb.mode={self.mode.value} needs the package wandb, which is not installed; pip install wandb, or "
+                f"use wandb.mode=disabled (metrics are in metrics.jsonl all the same)."
+            )
+
+    def _settle_mode(self, environment: Mapping[str, str]) -> None:
+        if environment.get("WANDB_DISABLED", "").lower() not in ("", "0", "false", "no", "off"):
+            self.mode = WandbMode.disabled
+            return
+        named = environment.get("WANDB_MODE", "").lower()
+        if named not in WANDB_MODES:
+            raise ConfigError(
+                f"the environment's WANDB_MODE={named} is none of {', '.join(filter(None, WANDB_MODES))}; unset it, or "
+                f"set wandb.mode."
+            )
+        self.mode = WANDB_MODES[named]
 
 
 @dataclass

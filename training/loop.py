@@ -116,7 +116,7 @@ class Trainer:
         self.folder.record_start(self.team.world)
         self.metrics = MetricsFile(self.folder.metrics, resume_step=self.step)
         config, path = self.config, self.folder.path
-        wandb = dataclasses.replace(config.wandb, tags=[*config.wandb.tags, tag(config.strategy.label)])
+        wandb = dataclasses.replace(config.wandb, tags=[*(config.wandb.tags or []), tag(config.strategy.label)])
         self.tracker = Tracker(wandb, path, path.name, to_plain(config), self.metrics.history)
 
     def _restore(self, checkpoint: Path) -> None:

@@ -3,14 +3,17 @@
 import dataclasses
 import difflib
 import re
+import shlex
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from training.config import Config
@@ -19,6 +22,15 @@ ConfigStore.instance().store(name="schema", node=Config)
 # the mark of what model=hf leaves open, see training/adopt.py; OmegaConf looks it up when it merges lists
 OmegaConf.register_new_resolver("checkpoint", lambda key: None, replace=True)
 
+# Hydra's options: whether they take a value
+FLAGS = {
+    "-h": "", "--help": "", "--hydra-help": "", "--version": "", "-c": "value", "--cfg": "value", "--resolve": "",
+    "-p": "value", "--package": "value", "-r": "", "--run": "", "-m": "", "--multirun": "", "-sc": "",
+    "--shell-completion": "", "-cp": "value", "--config-path": "value", "-cn": "value", "--config-name": "value",
+    "-cd": "value", "--config-dir": "value", "--experimental-rerun": "value", "-i": "maybe", "--info": "maybe",
+}  # fmt: skip
+INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+MOST_COMPOSED = 32  # further values of one swept key that are looked at before the first job
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
@@ -29,47 +41,182 @@ def config_groups() -> dict[str, list[str]]:
 
 
 def screen_overrides(arguments: list[str]) -> None:
-    """Raise ValueError, one sentence, for overrides that Hydra would refuse or, like `model=null`, take without a word.
+    """Raise ValueError, one sentence, for what Hydra would refuse in its words or, like `model=null`, take silently.
 
     Args:
-        arguments: the command line after the program's name. Hydra's own flags (-m, --cfg, ...) are left to Hydra, and
-            so are the combinations of a sweep, which it composes before the first job.
+        arguments: the command line after the program's name. Of a sweep (-m), each value of each key is composed once,
+            with the first values of the others, so that a mistake shows before the first job.
     """
-    overrides = []
-    for argument in arguments:
-        if re.match(r"--[\w.]+\.[\w.]+=", argument):
-            raise ValueError(f"{argument}: overrides take no dashes; write {argument.lstrip('-')}.")
-        if not argument.startswith("-") and ("=" in argument or argument.startswith("~")):
-            _screen_one(argument)
-            overrides.append(argument)
-    if not any(a in ("-m", "--multirun", "-h", "--help", "--hydra-help") for a in arguments):
-        _compose(overrides)
+    flags, words = _split(arguments)
+    sweep = bool(flags & {"-m", "--multirun"})
+    parsed = [_screen_one(word, sweep) for word in words]
+    if flags & {"-h", "--help", "--hydra-help", "--version", "--shell-completion", "-sc"}:
+        return
+    choices = [_values(word, override) for word, override in zip(words, parsed)]
+    first = [values[0] for values in choices if values]
+    composed = _compose(first)
+    for values in choices:
+        for other in values[1 : MOST_COMPOSED + 1]:
+            _compose([other if word == values[0] else word for word in first])
+    if "--resolve" in flags and composed.model.path is None and is_left_open(composed.model, "heads"):
+        raise ValueError(
+            "--resolve: model=hf takes the model's sizes from model.path at the start; leave --resolve out."
+        )
 
 
-def _screen_one(argument: str) -> None:
+def _split(arguments: list[str]) -> tuple[set[str], list[str]]:
+    """The flags, each in full, and the overrides."""
+    flags: set[str] = set()
+    words: list[str] = []
+    left = list(arguments)
+    while left:
+        argument = left.pop(0)
+        if argument.startswith("-") and argument != "-":
+            if re.match(r"-+[\w.]+=", argument) and argument.split("=")[0] not in FLAGS:
+                raise ValueError(f"{argument}: overrides take no dashes; write {argument.lstrip('-')}.")
+            name = argument.split("=")[0]
+            whole = [name] if name in FLAGS else [flag for flag in FLAGS if len(name) > 2 and flag.startswith(name)]
+            if not whole:
+                keys = re.match(r"-+([\w.]+)$", argument)
+                typed = f"{keys[1]}={left[0]}" if keys and left else "key=value"
+                raise ValueError(
+                    f"{argument} is no option (--help lists them); a key is set without dashes, as {typed}."
+                )
+            if whole[0] in ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"):
+                raise ValueError(
+                    f"{argument}: there is one configuration, conf/config.yaml; choose among its groups instead, as in "
+                    "model=gpt2, or set single keys."
+                )
+            flags.add(whole[0])
+            takes = FLAGS[whole[0]]
+            if "=" not in argument and left and (takes == "value" or (takes == "maybe" and left[0] in INFO)):
+                left.pop(0)
+        elif "=" in argument or argument.startswith("~"):
+            words.append(argument)
+        else:
+            following = left[0] if left and "=" not in left[0] and not left[0].startswith("-") else "VALUE"
+            raise ValueError(f"{argument}: a key is set with an equals sign; write {typed_as(argument, following)}.")
+    return flags, words
+
+
+def _screen_one(argument: str, sweep: bool) -> Override:
     groups = config_groups()
     try:
         override = OverridesParser.create().parse_override(argument)
     except HydraException as error:
         key, _, value = argument.partition("=")
+        bare = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+        if not (takes_text(key) or is_list(key)):
+            raise ValueError(f"{argument}: the value of {key} cannot be read; give one number or name.") from error
         raise ValueError(
             f"{argument}: the value of {key} cannot be read; quote one that holds a comma, a space, an equals sign or "
-            f"a hash: '{key}=\"{value}\"'."
+            f"a hash: {typed_as(key, bare)}"
         ) from error
     key = override.key_or_group
     if key in groups and (override.is_delete() or override.value() is None):
         raise ValueError(f"{argument}: {key} cannot be null or left out; choose one of {', '.join(groups[key])}.")
     if override.is_delete() and "." in key:
         raise ValueError(f"{argument}: {key} cannot be left out; set it, as in {key}=null.")
+    value = argument.partition("=")[2]
+    if override.is_sweep_override():
+        if not sweep:
+            one = f", or write one value: {typed_as(key, value)}" if takes_text(key) or is_list(key) else "."
+            raise ValueError(f"{argument}: several values are a sweep; add -m to run one after the other{one}")
+        return override
+    if not override.is_delete() and is_list(key) and isinstance(override.value(), (str, int, float, QuotedString)):
+        text = override.value()
+        plain = text.text if isinstance(text, QuotedString) else str(text)
+        if not plain.startswith("${"):
+            raise ValueError(f"{argument}: {key} is a list; write {typed_as(key, plain)}")
+    return override
 
 
-def _compose(overrides: list[str]) -> None:
+def _values(word: str, override: Override) -> list[str]:
+    """The overrides that a word of a sweep stands for; none where they are not known before Hydra runs (a glob)."""
+    if not override.is_sweep_override():
+        return [word]
+    try:
+        return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+    except HydraException:
+        return []
+
+
+def _compose(overrides: list[str]) -> DictConfig:
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             composed = compose("config", overrides=overrides)
+        refuse_added_keys(OmegaConf.to_container(composed))
+        _resolve(composed, composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_sentence(error)) from error
-    refuse_added_keys(OmegaConf.to_container(composed))
+    return composed
+
+
+def _resolve(node: Any, root: DictConfig) -> None:
+    """Follow every ${...}, but for those that a checkpoint fills in."""
+    waits = is_left_open(root.model, "heads")
+    keys: Any = node if isinstance(node, DictConfig) else range(len(node))
+    for key in keys:
+        if waits and node is root.model and OmegaConf.is_interpolation(node, key):
+            continue
+        if not OmegaConf.is_missing(node, key) and isinstance(value := node[key], (DictConfig, ListConfig)):
+            _resolve(value, root)
+
+
+def is_left_open(model: DictConfig, key: str) -> bool:
+    """Whether a key holds the mark of conf/model/hf.yaml, which a checkpoint fills in; a user's ${...} is none."""
+    plain: Any = OmegaConf.to_container(model, resolve=False)
+    return plain.get(key) == f"${{checkpoint:{key}}}"
+
+
+def typed(composed: DictConfig) -> Config:
+    """The configuration as plain data. ValueError, one sentence, for a value of another type."""
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ValueError(_sentence(error)) from error
+    assert isinstance(config, Config)
+    return config
+
+
+def _kinds(key: str) -> tuple[Any, ...]:
+    """The types that the schema takes at `key`; none where there is no such key."""
+    kind: Any = Config
+    for name in key.lstrip("+").split("."):
+        if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+            return ()
+        kind = get_type_hints(kind).get(name)
+    return get_args(kind) if isinstance(kind, UnionType) else (kind,)
+
+
+def is_list(key: str) -> bool:
+    """Whether the schema has a list at `key`."""
+    return any(get_origin(kind) is list for kind in _kinds(key))
+
+
+def takes_text(key: str) -> bool:
+    """Whether the schema has a text at `key`."""
+    return str in _kinds(key)
+
+
+def typed_as(key: str, value: str) -> str:
+    """`key=value` as it is to be typed in a shell, quoted where that is needed; a list's entries one by one."""
+    if is_list(key):
+        inside = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+        parts = [part.strip() for part in re.findall(r"""(?:"[^"]*"|'[^']*'|\[[^\]]*\]|[^,])+""", inside)]
+        word = f"{key}=[{','.join(_entry(part) for part in parts)}]"
+    else:
+        word = f"{key}={_entry(value)}"
+    return shlex.quote(word) if re.search(r"[^\w.,:=/+@%-]", word) else word
+
+
+def _entry(text: str) -> str:
+    """A value that Hydra reads as this text (or number)."""
+    bare = text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+    if re.fullmatch(r"[\w./@%+*?-]+", bare, re.ASCII):
+        return bare
+    escaped = bare.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def refuse_added_keys(values: Any, schema: type = Config, prefix: str = "") -> None:

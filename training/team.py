@@ -112,7 +112,7 @@ class Team:
 
     def _compare(self, config: Config) -> None:
         """Under a launcher each rank composes for itself: keys that differ would make ranks wait for each other."""
-        every = self.gather_objects(to_plain(config))
+        every = self.gather_objects({**to_plain(config), "wandb": None})  # rank 0 alone tracks
         for rank, other in enumerate(every):
             lines = list(_differing(every[0], other))
             if lines:

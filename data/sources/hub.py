@@ -144,7 +144,7 @@ class HubStream:
         self.shards: int = stream.num_shards
         self._open: tuple[int, int] = (-1, 0)  # the shard that is being read, and its next row
         self._rows: Iterator[dict[str, Any]] = iter(())
-        self._blocks: Kept[tuple[int, int], StreamBlock] = Kept(KEPT_BYTES, self._forget)
+        self._blocks: Kept[tuple[int, int], HubBlock] = Kept(KEPT_BYTES, self._forget)
         self._places: dict[int, tuple[int, int]] = {}  # of a document that is kept, its block
         small = vocab_size <= 1 << 16 and not self._records.marks  # a marked id is negative
         self._dtype = np.uint16 if small else np.int32  # what ids are kept in
@@ -195,16 +195,16 @@ class HubStream:
             self._blocks.grow(key, document.nbytes)  # its text may be held elsewhere for a while
         return document.astype(np.int32)
 
-    def _block(self, shard: int, start: int) -> "StreamBlock":
+    def _block(self, shard: int, start: int) -> "HubBlock":
         return self._blocks.get((shard, start), lambda: self._read(shard, start))
 
-    def _forget(self, key: tuple[int, int], block: "StreamBlock") -> None:
+    def _forget(self, key: tuple[int, int], block: "HubBlock") -> None:
         shard, start = key
         for row in range(start, start + len(block.documents)):
             if self._places.get(self.number(shard, row)) == key:
                 del self._places[self.number(shard, row)]
 
-    def _read(self, shard: int, start: int) -> tuple["StreamBlock", int]:
+    def _read(self, shard: int, start: int) -> tuple["HubBlock", int]:
         """The next rows of the shard where it stands; else the shard opened anew, and rows before `start` passed."""
         documents: list[NDArray[Any] | dict[str, Any]] = []
         size = 0
@@ -224,10 +224,10 @@ class HubStream:
         for row in range(start, start + len(documents)):
             self._places.setdefault(self.number(shard, row), (shard, start))
         last = len(documents) < BLOCK and size < BLOCK_BYTES
-        return StreamBlock(documents, last), size + OVERHEAD * len(documents)
+        return HubBlock(documents, last), size + OVERHEAD * len(documents)
 
 
-class StreamBlock(NamedTuple):
+class HubBlock(NamedTuple):
     """Some documents of a shard, each as its record until its ids are asked for."""
 
     documents: list[NDArray[Any] | dict[str, Any]]

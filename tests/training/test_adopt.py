@@ -15,7 +15,7 @@ from models.hf.config import read_config
 from models.hf.files import open_folder
 from tests.checkpoints import save
 from training.adopt import FREE, GIVEN, adopt_checkpoint
-from training.config import Config, config_hash, to_plain
+from training.config import Config, ConfigError, config_hash, to_plain
 from training.screen import refuse_added_keys, screen_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,9 +56,8 @@ def test_composed_configuration_is_the_checkpoint_s_and_complete(folders, family
 def test_hf_yaml_leaves_open_what_a_checkpoint_gives():
     marks = {key: f"${{checkpoint:{key}}}" for key in GIVEN}
     assert OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "model" / "hf.yaml")) == marks
-    assert GIVEN | {"softcap", "recompute", "attention", "compile", "path", "content_hash"} == set(
-        ModelConfig.__dataclass_fields__
-    )
+    ours = {"softcap", "recompute", "attention", "compile", "path", "content_hash", "chunk", "first", "prefix"}
+    assert GIVEN | ours == set(ModelConfig.__dataclass_fields__)
 
 
 def test_what_no_tensor_depends_on_can_be_set_even_to_null(folders):
@@ -156,3 +155,14 @@ def test_command_with_two_ranks_records_a_complete_configuration(folders, tmp_pa
     written = json.loads((run / "config.json").read_text())["model"]
     assert (written["layers"], written["positions"], written["path"]) == (2, "learned", str(folders["gpt2"]))
     assert all(written[key] is not None for key in GIVEN - FREE)
+
+
+def test_an_interpolation_of_ones_own_is_no_mark_of_model_hf(folders):
+    config = configured("model.kv_heads=${model.heads}")
+    assert config.model.kv_heads == config.model.heads
+    found = read_config(open_folder(folders["llama31"]).config)[1]
+    path = f"model.path={folders['llama31']}"
+    config = configured("model=hf", path, "model.rope_original_positions=${model.max_positions}")
+    assert config.model.rope_original_positions == found.max_positions
+    with pytest.raises(ConfigError, match=rf"model\.ffn={found.hidden}, not {found.ffn}"):
+        configured("model=hf", path, "model.ffn=${model.hidden}")

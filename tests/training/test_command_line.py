@@ -45,7 +45,7 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         ("model=gpt9", "model/gpt9.*tiny"),
         ("data.source=null", "data.source.*not Optional"),
         ("run.name=a=b", "run.name.*quote"),
-        ("run.name=a b,c", "run.name.*quote"),
+        ("run.name=a b,c", "run.name.*sweep.*one value"),
         ("--run.seed=1", "no dashes; write run.seed=1"),
         ("+model.headz=4", "model.headz.*nothing would read it"),
         ("optim.schedule=linear", "optim.schedule.*linear.*cosine"),

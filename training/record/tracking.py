@@ -29,19 +29,19 @@ class Tracker:
             return
         import wandb  # half a second, of which ranks and runs that do not track are spared
 
-        run_id = _run_id(folder)
-        for old in (folder / "wandb").glob(f"offline-run-*-{run_id}"):
+        run_id, place = _run_id(folder, config.id), Path(config.dir or folder)
+        for old in (place / "wandb").glob(f"offline-run-*-{run_id}"):
             _supersede(old)
         try:
             self._run = wandb.init(
-                project=config.project,
+                project=config.project or "longfold",
                 entity=config.entity,
                 group=config.group,
                 tags=config.tags,
                 id=run_id,
-                name=name,
+                name=config.name or name,
                 resume="allow",
-                dir=str(folder),
+                dir=str(place),
                 config=settings,
                 mode="online" if self.mode == "online" else "offline",
                 settings=wandb.Settings(silent=True, console="off"),
@@ -88,8 +88,11 @@ def _mode(config: WandbConfig) -> str:
     return "online" if wandb.login(prompt=False) else "offline"
 
 
-def _run_id(folder: Path) -> str:
+def _run_id(folder: Path, named: str | None) -> str:
     path = folder / "wandb_id.json"
+    if named is not None:
+        path.write_text(json.dumps({"id": named}))
+        return named
     if path.exists():
         return read_json(path)["id"]
     run_id = secrets.token_hex(4)

@@ -32,6 +32,7 @@ def launch(config: Config) -> Outcome:
                 f"run.task={config.run.task.value} starts no ranks; leave the launcher out, and set nproc."
             )
         return look(config)
+    config.wandb.settle(os.environ)
     if given is not None and config.nproc is not None and config.nproc != given.world:
         raise ConfigError(
             f"nproc={config.nproc}, and the launcher gives {given.world} ranks (WORLD_SIZE, or Slurm's step); leave "
@@ -48,6 +49,12 @@ def launch(config: Config) -> Outcome:
     from training.start.rank import run_rank  # loads torch
 
     return run_rank(config, place)
+
+
+def group_sweep(config: Config, name: str) -> None:
+    """Group a sweep's jobs in W&B under `name`, unless the user or the environment names a group."""
+    if config.wandb.group is None and not os.environ.get("WANDB_RUN_GROUP"):
+        config.wandb.group = name
 
 
 def check_compiler(config: Config, environment: Mapping[str, str]) -> None:
@@ -95,11 +102,12 @@ def given_place(environment: Mapping[str, str]) -> Place | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of Slurm's list of nodes: 'gpu[003-007,9],login1' -> 'gpu003'."""
-    found = re.match(r"([^,\[\]]+)(?:\[(\w+)[^\]]*\])?([^,\[\]]*)", nodes)
+    """The first host of Slurm's list of nodes: 'gpu[003-007,9],login1' -> 'gpu003', 'a[1-2]b[3-4]' -> 'a1b3'."""
+    numbers = r"\[\s*(\w+)(?:-\w+)?(?:/\d+)?(?:,\s*\w+(?:-\w+)?(?:/\d+)?)*\s*\]"
+    found = re.match(rf"\s*((?:[\w.-]|{numbers})+)\s*(?:,|$)", nodes)
     if not found:
         raise ConfigError(f"Slurm's list of nodes {nodes!r} cannot be read; set MASTER_ADDR to the first node's name.")
-    return "".join(part or "" for part in found.groups())
+    return re.sub(numbers, r"\1", found[1])
 
 
 def local_environment(environment: Mapping[str, str], ranks: int) -> dict[str, str]:

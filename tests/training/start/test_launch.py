@@ -67,10 +67,22 @@ def test_variables_that_make_no_sense_are_named(environment, named):
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("a", "a"), ("a,b", "a"), ("n[1-3,7],m2", "n1"), ("rack2-n[007]", "rack2-n007"), ("n[01-02]-ib", "n01-ib")],
-)
+    [
+        ("a", "a"), ("a,b", "a"), ("n[1-3,7],m2", "n1"), ("rack2-n[007]", "rack2-n007"), ("n[01-02]-ib", "n01-ib"),
+        ("node[01-03,7],other-1", "node01"), ("a[1-2]b[3-4]", "a1b3"), ("a[1-2]b[3-4],c", "a1b3"), ("n[7]", "n7"),
+        ("other-1,node[01-03]", "other-1"), ("gpu-a100[0-3].cluster.org", "gpu-a1000.cluster.org"), ("x-y-1", "x-y-1"),
+        ("r[1,3]n[02,04-09]-ib[0]", "r1n02-ib0"), (" n[1-2], m", "n1"), ("n[0-6/2]", "n0"),
+        ("10.0.0.[1-4]", "10.0.0.1"),
+    ],
+)  # fmt: skip
 def test_first_host_of_slurms_list(nodes, first):
     assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize("nodes", ["", "n[1-2", "n]1[", "[", "n[]", ",a", "n[1-2]]"])
+def test_a_list_of_nodes_that_cannot_be_read_is_named(nodes):
+    with pytest.raises(ConfigError, match="cannot be read; set MASTER_ADDR to the first node's name"):
+        first_host(nodes)
 
 
 def test_clash_with_the_launcher_is_refused(make_config, monkeypatch):
