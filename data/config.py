@@ -15,7 +15,7 @@ class SourceConfig:
     """Where documents come from. Plain types only, as this is part of a schema of structured configuration files."""
 
     source: str = "stdlib"  # a name in data.sources.kinds.SOURCES: stdlib, files, hub, tokens, synthetic, or mix
-    paths: list[str] = field(default_factory=list)  # for files: globs of text, .jsonl and .parquet
+    paths: list[str] = field(default_factory=list)  # for files: globs of text, .jsonl and .parquet, up to 8.6 GB
     path: str | None = None  # for hub: a data set's name, or a folder; for tokens: what data.prepare wrote
     name: str | None = None  # for hub: the data set's configuration
     split: str = "train"  # for hub: the split to read; documents are held out of it by eval_fraction all the same

@@ -27,7 +27,7 @@ from data.split import split_documents
 from data.tokenizers.tokenizer import identity_text
 
 SPLITS = ("train", "eval")
-_STATE = 2
+_STATE = 3
 
 
 class PackedLoader:
@@ -169,14 +169,18 @@ class PackedLoader:
 
     @property
     def epoch(self) -> int:
-        """Passes over the documents that are complete, of a mixture by every source."""
-        return self._order.epoch
+        """Passes over the documents of which every token is in a batch by now; of a mixture by every source."""
+        return min(self.epochs.values())
 
     @property
     def epochs(self) -> dict[str, int]:
-        """Complete passes over each source's documents, by its label."""
+        """The same for each source, by its label: a document that was pulled and waits for a row is still to come."""
         orders = self._order.orders if isinstance(self._order, MixtureOrder) else [self._order]
-        return {label: order.epoch for (label, *_), order in zip(self._parts, orders)}
+        found = {label: order.passes for (label, *_), order in zip(self._parts, orders)}
+        for piece in self._packer.pending():
+            label = self._label(piece.document)
+            found[label] = min(found[label], piece.epoch)
+        return found
 
     def describe(self) -> str:
         """The corpus in words, as '665 documents of stdlib'."""
@@ -190,7 +194,7 @@ class PackedLoader:
         return ", ".join(f"{size} of {label}" for size, (label, *_) in zip(sizes, self._parts))
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the stream of batches is a function of; the corpus by its documents' names and lengths."""
+        """What the stream of batches is a function of; the corpus by its documents' names and content."""
         config = self.config
         keys = ("source", "seq_len", "rows", "packing", "lookahead", "eval_fraction")
         return {
@@ -221,13 +225,16 @@ class PackedLoader:
             ValueError: a state of another corpus or configuration; the sentence lists what differs.
         """
         if state.get("format") != _STATE:
-            raise ValueError(f"the loader's state has format {state.get('format')!r}, expected {_STATE}")
+            raise ValueError(
+                f"the loader's state has format {state.get('format')!r}, expected {_STATE}; start anew "
+                "with run.resume=never"
+            )
         saved, now = state["fingerprint"], self.fingerprint()
         differing = [f"{key} was {saved.get(key)!r}, is {now[key]!r}" for key in now if saved.get(key) != now[key]]
         if differing:
             raise ValueError(
                 f"the loader's state is of another stream of batches ({'; '.join(differing)}); "
-                "restore these values, or start a new run"
+                "restore these, or start anew with run.resume=never"
             )
         self._restart()
         self._step = state["step"]

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from data.packing import Piece
 from data.sources.documents import FiniteDocuments, Source, bucket, name_hash
-from data.sources.hub import BLOCK, HubStream
+from data.sources.hub import HubStream
 from data.split import DocumentOrder
 
 
@@ -16,8 +16,8 @@ class Order(Protocol):
     """Which document comes next, and where that stands."""
 
     @property
-    def epoch(self) -> int:
-        """Complete passes over the documents."""
+    def passes(self) -> int:
+        """Passes of which every document was pulled."""
         ...
 
     def pull(self) -> Piece | None:
@@ -51,7 +51,7 @@ class StreamOrder:
         self.restore([0, 0, 0, 0])
 
     def state(self) -> list[int]:
-        """Epoch, shards done, block of the shard, documents or parts done of the block."""
+        """Epoch, shards done, first row of the block, documents or parts done of the block."""
         return [self.epoch, self._place, self._block, self._cursor]
 
     def restore(self, state: list[int]) -> None:
@@ -59,6 +59,11 @@ class StreamOrder:
         self._units: list[Piece] | None = None  # the block's documents or parts, in their order
         self._found = True  # whether this pass has given a document
         self._shards = self._shuffled(self._source.shards)
+
+    @property
+    def passes(self) -> int:
+        """Passes of which every document was pulled; a stream's end shows only when more is asked of it."""
+        return self.epoch
 
     def _shuffled(self, count: int, *where: int) -> list[int]:
         if self._held_out:
@@ -77,15 +82,15 @@ class StreamOrder:
                 self._found = True
                 self._cursor += 1
                 return self._units[self._cursor - 1]
-            ended = self._source.block_rows(shard, self._block) < BLOCK
-            self._place, self._block = (self._place + 1, 0) if ended else (self._place, self._block + 1)
+            rows, last = self._source.block_rows(shard, self._block)
+            self._place, self._block = (self._place + 1, 0) if last else (self._place, self._block + rows)
             self._cursor, self._units = 0, None
         return None
 
     def _read(self, shard: int) -> list[Piece]:
         """The documents of the split in the block, or their parts, as they lie there."""
-        rows = range(self._source.block_rows(shard, self._block))
-        documents = [self._source.number(shard, self._block * BLOCK + row) for row in rows]
+        rows = range(self._source.block_rows(shard, self._block)[0])
+        documents = [self._source.number(shard, self._block + row) for row in rows]
         buckets = bucket(np.array([name_hash(self._source.name(document)) for document in documents], np.uint64))
         found = []
         for document, low in zip(documents, (buckets < self._fraction).tolist()):
@@ -118,9 +123,8 @@ class MixtureOrder:
         self._drawn = [0] * len(orders)
 
     @property
-    def epoch(self) -> int:
-        """Passes that every source has made."""
-        return min(order.epoch for order in self.orders)
+    def passes(self) -> int:
+        return min(order.passes for order in self.orders)
 
     def state(self) -> dict[str, Any]:
         return {"drawn": list(self._drawn), "orders": [order.state() for order in self.orders]}

@@ -68,6 +68,11 @@ class DocumentOrder:
         if self._indices is not None:
             self._order = np.random.default_rng([self._seed, 2, epoch]).permutation(self._part_bounds[-1])
 
+    @property
+    def passes(self) -> int:
+        """Passes of which every document was pulled."""
+        return self.epoch + int(self._indices is not None and self.cursor == self._order.size)
+
     def state(self) -> list[int]:
         """The place of the next document, as JSON-able data."""
         return [self.epoch, self.cursor]

@@ -9,10 +9,12 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from kernels.attention.autograd import attention_op, scale_of
+from kernels.arguments import check_count, check_cumulative, check_flag, is_number, spelled
 from kernels.attention.backends import BACKENDS, choose_backend
-from kernels.attention.checks import check_inputs
-from kernels.mask import IntervalMask, require_disjoint
+from kernels.attention.checks import bands_of, check_sink, check_tensors
+from kernels.attention.operator import attention_op
+from kernels.attention.problem import Problem
+from kernels.mask import IntervalMask
 from kernels.merge.merge import merge
 
 __all__ = ["BACKENDS", "IntervalMask", "attention", "flash_attn_varlen_func", "merge"]
@@ -52,16 +54,14 @@ def attention(
     Raises:
         ValueError: inputs that do not fit together, overlapping bands, or a backend that is unknown or not able.
     """
-    masks = (mask,) if isinstance(mask, IntervalMask) else tuple(mask)
+    masks = bands_of(mask)
     if torch.compiler.is_compiling():  # the operator checks its inputs when it runs
         sides = [side for mask in masks for side in mask.sides]
         out, lse = attention_op(q, k, v, sink, sides, softmax_scale, softcap, backend)
         return out.to(q.dtype), lse
-    check_inputs(q, k, v, masks, softmax_scale, softcap, sink)
-    require_disjoint(masks)
-    scale = scale_of(q, softmax_scale)
+    problem = Problem.checked(q, k, v, masks, softmax_scale, softcap, sink)
     with torch.autocast(q.device.type, enabled=False):  # the arithmetic's precision is the contract's, not the caller's
-        return choose_backend(backend, q).attention(q, k, v, masks, scale, softcap, sink)
+        return choose_backend(backend, q).attention(problem)
 
 
 def flash_attn_varlen_func(
@@ -105,8 +105,11 @@ def flash_attn_varlen_func(
         ValueError: dropout, or another argument that is not supported and set; a max_seqlen below the longest document
             (checked on lists and CPU tensors); and what `attention` refuses.
     """
-    if dropout_p != 0.0:
-        raise ValueError(f"dropout_p={dropout_p} is not supported; pass 0 and drop on the attention output instead")
+    check_tensors(q, k, v)
+    if not is_number(dropout_p) or dropout_p != 0.0:
+        raise ValueError(f"dropout_p={spelled(dropout_p)} is not supported; pass 0 and drop on the output instead")
+    for name, flag in (("causal", causal), ("deterministic", deterministic), ("return_attn_probs", return_attn_probs)):
+        check_flag(name, flag)
     refused = {
         "alibi_slopes": alibi_slopes, "block_table": block_table, "seqused_q": seqused_q, "seqused_k": seqused_k,
         "leftpad_k": leftpad_k, "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
@@ -117,12 +120,22 @@ def flash_attn_varlen_func(
             raise ValueError(f"{name} is not supported; pass None")
     if s_aux is not None and learnable_sink is not None:
         raise ValueError("s_aux and learnable_sink are two names of the sink; pass one")
+    for name, sink in (("s_aux", s_aux), ("learnable_sink", learnable_sink)):
+        if sink is not None:
+            check_sink(name, sink, q)
     for name, cu, longest in (("q", cu_seqlens_q, max_seqlen_q), ("k", cu_seqlens_k, max_seqlen_k)):
+        check_cumulative(f"cu_seqlens_{name}", cu)
+        check_count(f"max_seqlen_{name}", longest)
         if not isinstance(cu, Tensor) or cu.device.type == "cpu":
             lengths = [int(b) - int(a) for a, b in pairwise(cu)]
             if lengths and max(lengths) > longest:
                 raise ValueError(f"max_seqlen_{name} is {longest}, but a document has {max(lengths)} tokens; pass that")
-    left, right = window_size
+    sides = window_size if isinstance(window_size, (tuple, list)) else ()
+    if len(sides) != 2 or not all(isinstance(side, int) and not isinstance(side, bool) for side in sides):
+        raise ValueError(f"window_size must be (left, right) in whole tokens, -1 for all, not {spelled(window_size)}")
+    if softcap is not None and not (is_number(softcap) and softcap >= 0):
+        raise ValueError(f"softcap must be a positive number, or 0 for no cap, not {spelled(softcap)}")
+    left, right = sides
     mask = IntervalMask.from_cu_seqlens(
         cu_seqlens_q,
         cu_seqlens_k,

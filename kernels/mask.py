@@ -15,11 +15,19 @@ import torch
 from jaxtyping import Int32
 from torch import Tensor
 
+from kernels.arguments import (
+    Indices,
+    check_count,
+    check_device,
+    check_ends,
+    check_flag,
+    check_window,
+    document_ranges,
+    index_tensor,
+    total_of,
+)
 from kernels.mask_spec import UNBOUNDED, Band, BandPiece, MaskSpec
 
-INT32_MAX = 2**31 - 1
-
-Indices = Sequence[int] | Tensor
 _OWNER = "_interval_mask"
 
 
@@ -53,7 +61,10 @@ class IntervalMask:
         q_start: Int32[Tensor, " Tk"],
         q_end: Int32[Tensor, " Tk"],
     ) -> None:
-        self.k_start, self.k_end, self.q_start, self.q_end = (x.contiguous() for x in (k_start, k_end, q_start, q_end))
+        sides = {"k_start": k_start, "k_end": k_end, "q_start": q_start, "q_end": q_end}
+        for name, side in sides.items():
+            check_ends(name, side)
+        self.k_start, self.k_end, self.q_start, self.q_end = (x.contiguous() for x in sides.values())
         self.cache: dict[Any, Any] = {}
         _validate_form(self)
         # kernels read them as flat arrays, and a caller's may be columns of one tensor
@@ -114,7 +125,7 @@ class IntervalMask:
 
     def to(self, device: torch.device | str) -> IntervalMask:
         """The same mask on `device` (itself if it is there already)."""
-        device = torch.device(device)
+        device = check_device("device", device)
         if device.type == self.device.type and device.index in (None, self.device.index):
             return self
         key = ("to", str(device))
@@ -127,6 +138,9 @@ class IntervalMask:
     @classmethod
     def from_rows(cls, k_start: Int32[Tensor, " Tq"], k_end: Int32[Tensor, " Tq"], Tk: int) -> IntervalMask:
         """The mask whose query side is given; the key side is derived on the same device, without a host sync."""
+        check_ends("k_start", k_start)
+        check_ends("k_end", k_end)
+        check_count("Tk", Tk)
         keys = torch.arange(Tk, dtype=torch.int32, device=k_start.device)
         q_start = torch.searchsorted(k_end.contiguous(), keys, right=True, out_int32=True)
         q_stop = torch.searchsorted(k_start.contiguous(), keys, right=True, out_int32=True)
@@ -162,17 +176,20 @@ class IntervalMask:
                 tensors), lists of different lengths, a window below 1, or totals missing or too small.
         """
         band = _band(causal, window)
-        cu_q = _index_tensor("cu_seqlens_q", cu_seqlens_q)
-        cu_k = cu_q if cu_seqlens_k is None else _index_tensor("cu_seqlens_k", cu_seqlens_k)
+        for name, total in (("total_q", total_q), ("total_k", total_k)):
+            if total is not None:
+                check_count(name, total)
+        cu_q = index_tensor("cu_seqlens_q", cu_seqlens_q)
+        cu_k = cu_q if cu_seqlens_k is None else index_tensor("cu_seqlens_k", cu_seqlens_k)
         if cu_q.shape != cu_k.shape:
             raise ValueError(
                 f"cu_seqlens_q describes {cu_q.shape[0] - 1} documents and cu_seqlens_k {cu_k.shape[0] - 1}; "
                 "give both an entry per document, repeating the previous entry where a document is empty"
             )
-        Tq = _total("cu_seqlens_q", "total_q", cu_q, total_q)
-        Tk = _total("cu_seqlens_k", "total_k", cu_k, Tq if cu_seqlens_k is None and total_k is None else total_k)
-        gaps = _gaps_of_lengths(cu_q, cu_k, Tq, Tk, causal, window)
-        device = cu_q.device if device is None else torch.device(device)
+        Tq = total_of("cu_seqlens_q", "total_q", cu_q, total_q)
+        Tk = total_of("cu_seqlens_k", "total_k", cu_k, Tq if cu_seqlens_k is None and total_k is None else total_k)
+        gaps = _gaps_of_lengths(cu_q, cu_k, Tq, Tk, band)
+        device = cu_q.device if device is None else check_device("device", device)
         cu_q, cu_k = (cu.to(device, non_blocking=True) for cu in (cu_q, cu_k))
         row = torch.arange(Tq, device=device)
         doc = torch.searchsorted(cu_q, row, right=True) - 1
@@ -182,7 +199,7 @@ class IntervalMask:
         first, length = cu_k[doc], cu_k[after] - cu_k[doc]
         lo, hi = band.keys(row - cu_q[after] + length, length)  # at its place among its document's keys
         lo, hi = (torch.where(inside, first + x, cu_k[-1]).int() for x in (lo, hi))
-        return cls.from_rows(lo, hi, Tk)._knowing(gaps)
+        return cls.from_rows(lo, hi, Tk).knowing(gaps)
 
     @classmethod
     def from_documents(
@@ -228,8 +245,8 @@ class IntervalMask:
         (mask,) = _position_masks((_band(causal, window),), q_positions, k_positions, starts, stops, device)
         return mask
 
-    def _knowing(self, gaps: bool | None) -> IntervalMask:
-        """Itself, where what `has_gaps` would have to look for on a device is known (None: it is not)."""
+    def knowing(self, gaps: bool | None) -> IntervalMask:
+        """Itself, told what `has_gaps` would have to look for on a device (None: it is not known)."""
         if gaps is not None:
             self.cache["gaps"] = gaps
         return self
@@ -249,16 +266,17 @@ def document_masks(
 def _document_masks(
     bands: Sequence[Band], starts: Indices, stops: Indices, total: int, device: torch.device | str | None
 ) -> tuple[IntervalMask, ...]:
-    begin, end = _documents(starts, stops)
+    check_count("total", total)
+    begin, end = document_ranges(starts, stops)
     gaps = None
     if end.device.type == "cpu":
         if end.numel() and int(end[-1]) > total:
             raise ValueError(f"the last document stops at {int(end[-1])}, beyond the {total} tokens of the buffer")
         gaps = int((end - begin).sum()) < total  # in the first band each token of a document sees itself
-    device = begin.device if device is None else torch.device(device)
+    device = begin.device if device is None else check_device("device", device)
     tokens = torch.arange(total, device=device)
     first, *others = _between(bands, tokens, tokens, begin.to(device), end.to(device))
-    return (first._knowing(gaps), *others)
+    return (first.knowing(gaps), *others)
 
 
 def position_masks(
@@ -285,13 +303,15 @@ def _position_masks(
     stops: Indices,
     device: torch.device | str | None,
 ) -> tuple[IntervalMask, ...]:
-    begin, end = _documents(starts, stops)
-    q_at, k_at = _index_tensor("q_positions", q_positions), _index_tensor("k_positions", k_positions)
+    begin, end = document_ranges(starts, stops)
+    q_at, k_at = index_tensor("q_positions", q_positions), index_tensor("k_positions", k_positions)
     for name, at in (("q_positions", q_at), ("k_positions", k_at)):
         if at.device.type == "cpu" and at.numel() > 1 and not bool((at[1:] > at[:-1]).all()):
             i = int((at[1:] <= at[:-1]).nonzero()[0])
             raise ValueError(f"{name} must increase, but entry {i} is {int(at[i])} and the next {int(at[i + 1])}")
-    device = q_at.device if device is None else torch.device(device)
+    device = q_at.device if device is None else check_device("device", device)
+    if all(x.device.type == "cpu" for x in (q_at, k_at, begin, end)):  # made where gaps can be seen, and moved
+        return tuple(mask.to(device) for mask in _between(bands, q_at, k_at, begin, end))
     return _between(bands, *(x.to(device) for x in (q_at, k_at, begin, end)))
 
 
@@ -337,6 +357,8 @@ def require_disjoint(masks: Sequence[IntervalMask]) -> None:
 
 def _band(causal: bool, window: int | tuple[int, int] | None) -> Band:
     """The band of a causal or full mask under a window, which may have two sides (-1: all)."""
+    check_flag("causal", causal)
+    check_window("window", window)
     if not isinstance(window, tuple):
         return MaskSpec(causal, window).bands[0]
     left, right = (operator.index(side) for side in window)
@@ -346,71 +368,16 @@ def _band(causal: bool, window: int | tuple[int, int] | None) -> Band:
     return Band((BandPiece(left, 0 if causal else right),))
 
 
-def _gaps_of_lengths(
-    cu_q: Tensor, cu_k: Tensor, Tq: int, Tk: int, causal: bool, window: int | tuple[int, int] | None
-) -> bool | None:
+def _gaps_of_lengths(cu_q: Tensor, cu_k: Tensor, Tq: int, Tk: int, band: Band) -> bool | None:
     """Whether some token of the buffers sees nothing or is not seen, from lengths on the host; None: not known."""
     if cu_q.device.type != "cpu" or cu_k.device.type != "cpu":
         return None
-    padding = int(cu_q[-1]) < Tq or int(cu_k[-1]) < Tk
-    if cu_q is cu_k or torch.equal(cu_q, cu_k):
-        return padding  # each token of a document sees itself
-    if window not in (None, (-1, -1)):
-        return None
     queries, keys = cu_q.diff(), cu_k.diff()
-    blind = (queries > keys) if causal else (queries > 0) & (keys == 0)
-    return padding or bool((blind | ((keys > 0) & (queries == 0))).any())
-
-
-def _index_tensor(name: str, values: Indices) -> Tensor:
-    """A list or integer tensor as an int64 tensor on its own device."""
-    if isinstance(values, Tensor):
-        if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} must be a 1-D int32 tensor or a list, not {values.dim()}-D {values.dtype}")
-        return values.long()
-    return torch.tensor([operator.index(x) for x in values], dtype=torch.int64)
-
-
-def _total(cu_name: str, total_name: str, cu: Tensor, total: int | None) -> int:
-    """Check cumulative lengths and return the number of tokens in their buffer."""
-    if cu.numel() == 0:
-        raise ValueError(f"{cu_name} is empty; the cumulative lengths of no documents are [0]")
-    if cu.device.type != "cpu":
-        if total is None:
-            raise ValueError(
-                f"{cu_name} is on {cu.device}, where reading its last entry would wait for the device; "
-                f"pass {total_name} (the number of tokens in the buffer), or give {cu_name} as a list"
-            )
-        return total
-    if int(cu[0]) != 0:
-        raise ValueError(f"{cu_name} must start at 0, not at {int(cu[0])}; prepend the 0")
-    if bool((cu[1:] < cu[:-1]).any()):
-        i = int((cu[1:] < cu[:-1]).nonzero()[0])
-        raise ValueError(
-            f"{cu_name} decreases from {int(cu[i])} (entry {i}) to {int(cu[i + 1])}; it holds cumulative lengths"
-        )
-    last = int(cu[-1])
-    if max(last, total or 0) > INT32_MAX:
-        raise ValueError(f"{cu_name} counts {max(last, total or 0)} tokens, beyond int32 ({INT32_MAX}); split it")
-    if total is not None and total < last:
-        raise ValueError(f"{total_name} is {total}, but {cu_name} ends at {last}; give the whole buffer's length")
-    return last if total is None else total
-
-
-def _documents(starts: Indices, stops: Indices) -> tuple[Tensor, Tensor]:
-    """Checked document ranges as int64 tensors."""
-    begin, end = _index_tensor("starts", starts), _index_tensor("stops", stops)
-    if begin.shape != end.shape:
-        raise ValueError(f"{begin.shape[0]} document starts were given with {end.shape[0]} stops; give one of each")
-    if begin.device.type == "cpu" and begin.numel():
-        ends = torch.stack([begin, end], 1).flatten()
-        if int(ends[0]) < 0 or bool((ends[1:] < ends[:-1]).any()):
-            i = 0 if int(ends[0]) < 0 else int((ends[1:] < ends[:-1]).nonzero()[0] + 1) // 2
-            raise ValueError(
-                f"document {i} is [{int(begin[i])}, {int(end[i])}), which is no range after the documents before it; "
-                "sort the documents and let none overlap"
-            )
-    return begin, end
+    (piece,) = band.pieces
+    first = keys - queries  # where a document's first query stands among its keys
+    blind = (queries > 0) & ((keys == 0) | (first + piece.after < 0))
+    unseen = (keys > 0) & ((queries == 0) | (first - piece.before > 0))
+    return int(cu_q[-1]) < Tq or int(cu_k[-1]) < Tk or bool((blind | unseen).any())
 
 
 def _validate_form(mask: IntervalMask) -> None:

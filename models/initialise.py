@@ -28,15 +28,15 @@ def initial_values(config: ModelConfig, name: str, shape: Sequence[int], seed: i
     sqrt(2 * layers) where it writes to the residual stream.
     """
     if "norm" in name.split(".")[-2] and name.endswith("weight"):
-        return torch.ones(*shape, device="cpu")
+        return torch.ones(*shape, dtype=torch.float32, device="cpu")
     if name.endswith(("bias", "sinks")):
-        return torch.zeros(*shape, device="cpu")
+        return torch.zeros(*shape, dtype=torch.float32, device="cpu")
     std = config.init_std
     if name.endswith(RESIDUAL):
         std /= (2 * config.layers) ** 0.5
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.randn(*shape, generator=generator, device="cpu") * std
+    return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu") * std
 
 
 @torch.no_grad()

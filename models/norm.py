@@ -12,7 +12,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.empty(width, dtype=torch.float32))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -25,8 +25,8 @@ class LayerNorm(nn.Module):
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.empty(width, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.empty(width, dtype=torch.float32))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:

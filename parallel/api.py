@@ -19,8 +19,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels.attention.autograd import scale_of
-from kernels.attention.rounds import choose_rounds
+from kernels.attention.backends import choose_rounds
+from kernels.attention.problem import scale_of
 from kernels.mask_spec import CAUSAL, MaskSpec
 from parallel.auto import Resolved, resolve
 from parallel.plan.ir import AttentionShape
@@ -87,7 +87,7 @@ class ContextParallel:
         self._bound: dict[MaskSpec, BoundPlan] = {}
         self._engine: Engine | None = None
         self._placement: Placement | None = None
-        self._index = torch.zeros(0, dtype=torch.int64)
+        self._index = torch.zeros(0, dtype=torch.int64, device="cpu")
 
     def bind(
         self,

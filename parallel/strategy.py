@@ -9,6 +9,7 @@ No torch here: a schedule can be planned, proved, priced and drawn on any machin
 """
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import gcd, prod
 from pathlib import Path
@@ -132,6 +133,24 @@ class Strategy:
         if self.buffer_bytes is not None and self.buffer_bytes < 0:
             raise ValueError(f"strategy.buffer_bytes={self.buffer_bytes}; give 0 or more, or null for no limit")
 
+    @property
+    def label(self) -> str:
+        """What runs, in a few words: the preset's name and every axis that is not the preset's."""
+        return self.labelled()
+
+    def labelled(self, unnamed: Collection[str] = ()) -> str:
+        """`label` without the axes `unnamed`, as where a mesh is told beside it: 'local with exchange=ring'."""
+        preset = load_strategy(self.name) if self.name in preset_names() else Strategy(self.name)
+        mine, usual = (_flat(dataclasses.asdict(strategy)) for strategy in (self, preset))
+        for values in (mine, usual):  # null fills these with 1
+            values |= {axis: values[axis] or 1 for axis in ("pp", "dp", "tp")}
+        changed = [
+            f"{key}={'null' if value is None else value}"
+            for key, value in mine.items()
+            if value != usual[key] and key not in unnamed
+        ]
+        return f"{self.name} with {', '.join(changed)}" if changed else self.name
+
     def mesh(self, world: int, heads: int, kv_heads: int) -> MeshSpec:
         """The mesh on `world` ranks, null axes filled in.
 
@@ -160,7 +179,7 @@ class Strategy:
         if free != 1:
             total, replicas = world // free, (given["dp"] or 1) * free
             raise ValueError(
-                f"{self.name}: the axes make up {total} ranks, and there are {world}; set "
+                f"{self.labelled(AXES)}: the axes make up {total} ranks, and there are {world}; set "
                 f"strategy.dp={replicas} for replicas, or leave an axis null"
             )
         mesh = MeshSpec(**{axis: size or 1 for axis, size in given.items()}, node_size=self.node_size)
@@ -175,8 +194,8 @@ class Strategy:
     def describe(self, mesh: MeshSpec, rows: int) -> str:
         """The strategy on a mesh in words, for a micro-batch of `rows` rows: what null axes have become."""
         if mesh.world == 1:
-            return self.name
-        text = f"{self.name}: dp {mesh.dp} x cp_outer {mesh.cp_outer} x cp_inner {mesh.cp_inner}"
+            return self.label
+        text = f"{self.labelled(AXES)}: dp {mesh.dp} x cp_outer {mesh.cp_outer} x cp_inner {mesh.cp_inner}"
         if self.inner_exchange and 1 in (mesh.cp_outer, mesh.cp_inner):
             text += " (one level)"
         groups = 1 if self.exchange == "auto" else self.groups(rows, mesh.cp)
@@ -187,8 +206,8 @@ class Strategy:
     def _check_mesh(self, mesh: MeshSpec, heads: int) -> None:
         if self.exchange == "none" and mesh.cp > 1:
             raise ValueError(
-                f"{self.name}: exchange=none keeps a sequence on one rank, and cp_outer x cp_inner = {mesh.cp}; choose "
-                f"an exchange ({', '.join(EXCHANGES)}), or use strategy.dp={mesh.cp} instead"
+                f"{self.labelled(AXES)}: exchange=none keeps a sequence on one rank, and cp_outer x cp_inner = "
+                f"{mesh.cp}; choose an exchange ({', '.join(EXCHANGES)}), or use strategy.dp={mesh.cp} instead"
             )
         if self.exchange == "all_to_all" and mesh.cp_outer > 1:
             raise ValueError(
@@ -308,6 +327,14 @@ def load_strategy(name: str, **overrides: Any) -> Strategy:
 def preset_names() -> list[str]:
     """The presets of conf/strategy, in alphabetical order."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
 
 
 def _divisors(n: int) -> str:

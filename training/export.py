@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -173,17 +174,13 @@ def _tokenizer(source: RunCheckpoint) -> tuple[dict[str, Any], list[Path], str]:
     """Special tokens' ids, files to copy, and a sentence that says where the tokenizer is."""
     data = source.config["data"]
     name = data["tokenizer"]
-    if source.model.path and name != "byte":
+    if source.model.path and data.get("tokenizer_sha256"):
         start = Path(source.model.path)
         if not (start / CONFIG).is_file():
             return {}, [], f"{start.name}, where training started, is gone: add its tokenizer's files to this folder."
-        own = start / "tokenizer.json"
-        if own.is_file() and hashlib.sha256(own.read_bytes()).hexdigest() != data.get("tokenizer_sha256"):
-            return (
-                {},
-                [],
-                f"No tokenizer files are written: the run read {name}, and {start.name} has another tokenizer.",
-            )
+        if not reads_like(start, data):
+            note = f"No tokenizer files are written: the run read {name}, and {start.name} has another tokenizer."
+            return {}, [], note
         carried = [start / file for file in CARRIED if (start / file).is_file()]
         raw = read_json_object(start / CONFIG)
         names = ", ".join(path.name for path in carried) or "none, as there were none"
@@ -193,6 +190,41 @@ def _tokenizer(source: RunCheckpoint) -> tuple[dict[str, Any], list[Path], str]:
     special = {"bos_token_id": ByteTokenizer.bos, "eos_token_id": ByteTokenizer.eos} if bytes_alone else {}
     meaning = " Ids 0 to 255 are bytes of UTF-8, 256 begins a document, 257 ends it." if name == "byte" else ""
     return special, [], f"No tokenizer files are written: the run's tokenizer is longfold's {name}.{meaning}"
+
+
+def reads_like(start: Path, data: dict[str, Any]) -> bool:
+    """Whether the tokenizer in `start` is the one that the run read, by content: however its path was spelled, and
+    where only vocab.json and merges.txt lie there, also by the vocabulary and merges of the file that was read."""
+    wanted = data["tokenizer_sha256"]
+    whole = start / "tokenizer.json"
+    files = [whole, *(start / place / "tokenizer.model" for place in ("", "original")), *start.glob("*.tiktoken")]
+    if any(_sha256(path) == wanted for path in files if path.is_file()):
+        return True
+    read = Path(data["tokenizer"]).expanduser()
+    read = read / "tokenizer.json" if read.is_dir() else read
+    parts = [start / "vocab.json", start / "merges.txt"]
+    if whole.is_file() or not all(path.is_file() for path in (*parts, read)) or _sha256(read) != wanted:
+        return False
+    return _vocabulary(read) == (json.loads(parts[0].read_bytes()), _merges(parts[1].read_text("utf-8").splitlines()))
+
+
+def _vocabulary(file: Path) -> tuple[Any, Any]:
+    """The vocabulary and merges of a tokenizers JSON file; (None, None) of any other."""
+    try:
+        model = json.loads(file.read_bytes())["model"]
+        return model["vocab"], _merges(model["merges"])
+    except (ValueError, KeyError, TypeError):
+        return None, None
+
+
+def _merges(lines: list[Any]) -> list[tuple[str, ...]]:
+    """Merges as pairs; files hold them as such, or as lines."""
+    pairs = [tuple(line.split(" ")) if isinstance(line, str) else tuple(line) for line in lines]
+    return [pair for pair in pairs if len(pair) == 2 and pair[0] != "#version:"]
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _card(source: RunCheckpoint, architecture: str, note: str) -> str:

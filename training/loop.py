@@ -29,7 +29,7 @@ from training.record.folder import RunFolder, read_json, shared_folder, write_js
 from training.record.hardware import peak_memory_bytes, peak_tflops
 from training.record.metrics import BATCH_METRICS, MetricsFile
 from training.record.progress import ProgressReport
-from training.record.tracking import Tracker
+from training.record.tracking import Tracker, tag
 from training.share import Share
 from training.step import NonFiniteLoss, evaluate, forward_backward
 from training.team import Team
@@ -116,7 +116,7 @@ class Trainer:
         self.folder.record_start(self.team.world)
         self.metrics = MetricsFile(self.folder.metrics, resume_step=self.step)
         config, path = self.config, self.folder.path
-        wandb = dataclasses.replace(config.wandb, tags=[*config.wandb.tags, config.strategy.name])
+        wandb = dataclasses.replace(config.wandb, tags=[*config.wandb.tags, tag(config.strategy.label)])
         self.tracker = Tracker(wandb, path, path.name, to_plain(config), self.metrics.history)
 
     def _restore(self, checkpoint: Path) -> None:
@@ -185,8 +185,8 @@ class Trainer:
             "mem/peak_bytes": int(peaks.max()),
             "plan/imbalance": float(work.max() / work.mean()) if work.any() else 1.0,
             **self.share.choice(),
-            **({"plan/exposed_s": float(exposed.max())} if self.share.context else {}),
-            **{name: int(sizes.sum()) for name, sizes in zip(list(figures)[2:], sent) if sizes.any()},
+            "plan/exposed_s": float(exposed.max()),
+            **{name: int(sizes.sum()) for name, sizes in zip(list(figures)[2:], sent)},
             **self._measures(batch, time.perf_counter() - began),
         }
         values |= self._evaluation()

@@ -11,7 +11,8 @@ from models.attend import Attend, local_attend
 from models.decoder import Decoder
 from models.initialise import Distribute, in_full
 from parallel.api import ContextParallel
-from parallel.plan.ir import AttentionShape
+from parallel.plan.ir import CLASSES, AttentionShape
+from parallel.plan.mesh import LINKS
 from parallel.strategy import Strategy
 from parallel.weights.data_parallel import parallelise, placed_like, settle
 from training.config import Precision
@@ -122,17 +123,18 @@ class Share:
         dtype = "bf16" if precision is Precision.bf16 else DTYPES[next(self.model.parameters()).dtype]
         return AttentionShape(config.heads, config.kv_heads, config.head_dim, config.head_dim, dtype)
 
-    def choice(self) -> dict[str, float | str]:
-        """What strategy=auto chose for the last micro-batch, by metric; empty otherwise."""
+    def choice(self) -> dict[str, float | str | None]:
+        """What strategy=auto chose for the last micro-batch, by metric; None under another strategy."""
         resolved = self.context.resolved if self.context else None
-        if resolved is None or not resolved.seconds:
-            return {}
-        chosen: dict[str, float | str] = {"plan/choice": resolved.strategy.name}
-        chosen["plan/predicted_s"] = resolved.seconds[resolved.strategy.name]
-        if resolved.runner_up:
-            chosen["plan/runner_up"] = resolved.runner_up
-            chosen["plan/runner_up_s"] = resolved.seconds[resolved.runner_up]
-        return chosen
+        seconds = resolved.seconds if resolved else {}
+        first = resolved.strategy.name if resolved and seconds else None
+        second = resolved.runner_up if resolved and seconds else None
+        return {
+            "plan/choice": first,
+            "plan/predicted_s": seconds[first] if first else None,
+            "plan/runner_up": second or None,
+            "plan/runner_up_s": seconds[second] if second else None,
+        }
 
     def bad_documents(self, micro: PackedBatch, nll: Tensor) -> list[str]:
         """Names of the documents of which this rank holds a token of the last `part` with a loss that is not finite."""
@@ -145,9 +147,9 @@ class Share:
     def take_figures(self) -> dict[str, float]:
         """Since the last call: `work`, the allowed pairs that attention covered here, a layer of each mask;
         `exposed`, seconds of waiting for plans; and the bytes that exchanges moved from here, by metric. The same keys
-        on every rank."""
+        on every rank and under every strategy: what nothing moved is 0."""
         work, self._work = self._work, 0.0
-        sent = self.context.take_bytes() if self.context else {}
+        sent = self.context.take_bytes() if self.context else {f"{c}/{link}": 0 for c in CLASSES for link in LINKS}
         exposed = self.context.take_exposed() if self.context else 0.0
         return {"work": work, "exposed": exposed, **{f"comm/bytes/{key}": float(size) for key, size in sent.items()}}
 

@@ -54,10 +54,10 @@ class Team:
 
     def gather(self, values: Sequence[float]) -> Float64[Tensor, "world n"]:
         """Every rank's `values`, as many on each: one small collective."""
-        mine = torch.tensor(values, dtype=torch.float64)
+        mine = torch.tensor(values, dtype=torch.float64, device="cpu")
         if self.world == 1:
             return mine[None]
-        every = torch.empty(self.world * mine.numel(), dtype=torch.float64)
+        every = torch.empty(self.world * mine.numel(), dtype=torch.float64, device="cpu")
         dist.all_gather_single(every, mine)
         return every.view(self.world, -1)
 

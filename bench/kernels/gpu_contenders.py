@@ -21,9 +21,13 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def ours(lengths: list[int], device: torch.device, backend: str) -> Attend:
     """`kernels.api.attention` on a document mask."""
-    cu = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    mask = IntervalMask.from_cu_seqlens(cu)
+    mask = document_mask(lengths, device)
     return lambda q, k, v: attention(q, k, v, mask, backend=backend)[0]
+
+
+def document_mask(lengths: list[int], device: torch.device) -> IntervalMask:
+    """The causal mask of packed documents, whose lengths the host knows, as training does."""
+    return IntervalMask.from_cu_seqlens([*accumulate(lengths, initial=0)], device=device, total_q=sum(lengths))
 
 
 def sdpa(lengths: list[int], device: torch.device) -> Attend:

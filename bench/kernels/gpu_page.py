@@ -89,10 +89,7 @@ def page_rows(device: torch.device, backend: str, quick: bool, seconds: float = 
 def correctness_rows(device: torch.device, backend: str, head_dim: int, tokens: int = 2048) -> Iterator[Row]:
     """Largest error of out, dq, dk, dv in bf16 against float64; right: at most twice plain torch's."""
     lengths = draw_lengths("web", tokens, seed=1)
-    cu = [0]
-    for n in lengths:
-        cu.append(cu[-1] + n)
-    mask = IntervalMask.from_cu_seqlens(torch.tensor(cu, dtype=torch.int32, device=device))
+    mask = gpu_contenders.document_mask(lengths, device)
     inputs = _inputs(tokens, head_dim, device, heads=4, kv_heads=2)
     exact = _results(partial(_attend, mask, "reference"), [x.double() for x in inputs])
     plain = _results(partial(_attend, mask, "reference"), inputs)

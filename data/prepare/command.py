@@ -113,6 +113,8 @@ def _prepare_held(
     except BaseException:
         writer.abandon()
         raise
+    if (changed := _changed(stamps, stamp(config))) is not None:
+        raise ValueError(f"{changed} has changed while it was prepared; run again with another --out, and a copy of it")
     if not writer.shards:
         raise ValueError(f"--source {config.source}: there is no document to prepare")
     # how to load the copy, whose name no longer tells the pattern
@@ -130,6 +132,13 @@ def _prepare_held(
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
     return manifest
+
+
+def _changed(before: list[list[Any]], after: list[list[Any]]) -> str | None:
+    """The first input file that is not as it was."""
+    rest = {name: marks for name, *marks in after}
+    gone = next((name for name, *marks in before if rest.pop(name, None) != marks), None)
+    return gone if gone is not None else next(iter(rest), None)
 
 
 def _finished(folder: Path, request: dict[str, Any], stamps: list[list[Any]], console: Console) -> Manifest:

@@ -38,7 +38,7 @@ class Source(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Hex digits that change with the documents' names or lengths."""
+        """Hex digits that change with the documents: their names and what they hold."""
         ...
 
 

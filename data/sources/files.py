@@ -1,6 +1,7 @@
 """Documents in files: Python's standard library, text files (one document each), JSON lines and parquet (one a row).
 
-Opening a source reads every line once, to check it and to note where it lies; the text itself stays on disk.
+Opening a source reads every file once, to check it, to note where documents lie and to hash it (`contents.py`: a file
+that changes afterwards is noticed when it is next read); the text itself stays on disk.
 """
 
 import glob
@@ -10,12 +11,15 @@ import sysconfig
 from array import array
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data.config import SourceConfig
+from data.sources.contents import WatchedFiles, refuse_large
 from data.sources.documents import FiniteDocuments, stop_of
+from data.sources.kept import Kept
 from data.sources.parquet import ParquetRows
 from data.sources.records import Records
 from data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
@@ -28,7 +32,9 @@ _NOT_TEXT = (
 # Tests of the library and its editor: present in some installs of Python and left out by others.
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 
-_OPEN = 8  # parquet files held open, each with a few row groups decoded
+_OPEN = 8  # parquet files held open
+CODED_BYTES = 64 << 20  # documents kept as ids: one that fills many rows is coded once
+GROUP_BYTES = 256 << 20  # row groups kept decoded
 
 
 class FileDocuments(FiniteDocuments):
@@ -42,14 +48,15 @@ class FileDocuments(FiniteDocuments):
         self._tokenizer, self._records = tokenizer, records
         self._paths: list[str] = []
         self._names: list[str] = []
-        self._sizes: list[int] = []  # bytes of each file when it was indexed
+        self._files = WatchedFiles()
         self._parquet: set[int] = set()  # the files that are
         self._table = lru_cache(maxsize=_OPEN)(self._open_table)
+        self._groups: Kept[tuple[int, int], Any] = Kept(GROUP_BYTES)
         # Of each document: its file, first byte (row group), bytes on disk (row in the group), tokens, and line or row
         # of the file (0: the whole file is the document).
         self._file, self._offset, self._bytes = array("q"), array("q"), array("q")
         self._length, self._line = array("q"), array("q")
-        self._coded = lru_cache(maxsize=8)(self._code)  # a document that fills many rows is coded once
+        self._coded: Kept[int, NDArray[np.int32]] = Kept(CODED_BYTES)
         self.counts_bytes = True
 
     @property
@@ -68,6 +75,7 @@ class FileDocuments(FiniteDocuments):
 
     def fingerprint(self) -> str:
         digest = hashlib.blake2b("\0".join(self._names).encode("utf-8", "surrogateescape"), digest_size=16)
+        digest.update(self._files.digest().encode())
         for column in (self._file, self._line, self._length):
             digest.update(column.tobytes())
         return digest.hexdigest()
@@ -75,46 +83,46 @@ class FileDocuments(FiniteDocuments):
     def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
         stop = stop_of(self, index, start, stop)
         if self._line[index] or not isinstance(self._tokenizer, ByteTokenizer):
-            return self._coded(index)[start:stop]
+            return self._coded.get(index, lambda: self._code(index))[start:stop]
         return self._tokenizer.encode_span(
             lambda low, high: self._read(index, low, high), self._bytes[index], start, stop
         )
 
-    def _code(self, index: int) -> NDArray[np.int32]:
-        """The whole document, read and coded again."""
-        if self._file[index] in self._parquet:
-            self._read(index, 0, 0)  # has the file changed?
-            record = self._table(self._file[index]).record(self._offset[index], self._bytes[index])
+    def _code(self, index: int) -> tuple[NDArray[np.int32], int]:
+        """The whole document, read and coded again, and its bytes."""
+        file = self._file[index]
+        if file in self._parquet:
+            group, table = self._offset[index], self._table(file)
+            rows = self._groups.get((file, group), lambda: table.group(group))
+            record = table.record(rows, self._bytes[index])
+            self._files.confirm(file)
             ids, _ = self._records.ids(record, self.name(index))
         elif self._line[index]:
             ids, _ = self._records.json_ids(self._read(index, 0, self._bytes[index]), self.name(index))
         else:
             ids = self._records.encode(self._read(index, 0, self._bytes[index]), self.name(index))
         if len(ids) != self._length[index]:
-            raise self._changed(index)
+            raise self._files.changed(file)
         ids.setflags(write=False)
-        return ids
+        return ids, ids.nbytes
 
     def _read(self, index: int, low: int, high: int) -> bytes:
         """Bytes `low` to `high` of the document on disk."""
-        with open(self._paths[self._file[index]], "rb") as file:
-            if os.fstat(file.fileno()).st_size != self._sizes[self._file[index]]:
-                raise self._changed(index)
-            file.seek(self._offset[index] + low)
-            return file.read(high - low)
-
-    def _changed(self, index: int) -> ValueError:
-        return ValueError(f"{self.name(index)} has changed since the run began; start again, with a copy if it grows")
+        offset = self._offset[index]
+        return self._files.read(self._file[index], offset + low, offset + high)
 
     def add(self, path: str, name: str) -> None:
         """Index a file by its kind. ValueError names the line or row that is broken."""
         kind = kind_of(path)
+        number = self._files.add(path, name)
+        self._paths.append(os.path.abspath(path))
+        self._names.append(name)
         {"json lines": self._add_json_lines, "parquet": self._add_parquet, "text": self._add_text}[kind](path, name)
+        self._files.confirm(number)  # what was indexed is what was hashed
 
     def _add_text(self, path: str, name: str) -> None:
-        """A file as one document; with the byte tokenizer its bytes as they are, unread."""
-        size = os.path.getsize(path)
-        self._add_file(path, name, size)
+        """A file as one document."""
+        size = self._files.size(len(self._paths) - 1)
         if isinstance(self._tokenizer, ByteTokenizer):
             length = self._tokenizer.length(size)
         else:
@@ -123,7 +131,6 @@ class FileDocuments(FiniteDocuments):
 
     def _add_json_lines(self, path: str, name: str) -> None:
         """A file of JSON objects, one a line; blank lines are no documents."""
-        self._add_file(path, name, os.path.getsize(path))
         offset = 0
         with open(path, "rb") as file:
             for line, raw in enumerate(file, start=1):
@@ -135,7 +142,6 @@ class FileDocuments(FiniteDocuments):
 
     def _add_parquet(self, path: str, name: str) -> None:
         """A parquet file, a document a row."""
-        self._add_file(path, name, os.path.getsize(path))
         file = len(self._paths) - 1
         self._parquet.add(file)
         for number, (group, row, record) in enumerate(self._table(file).records(), start=1):
@@ -145,11 +151,6 @@ class FileDocuments(FiniteDocuments):
 
     def _open_table(self, file: int) -> ParquetRows:
         return ParquetRows(self._paths[file], self._names[file], self._records)
-
-    def _add_file(self, path: str, name: str, size: int) -> None:
-        self._paths.append(os.path.abspath(path))
-        self._names.append(name)
-        self._sizes.append(size)
 
     def _add(self, offset: int, num_bytes: int, length: int, line: int) -> None:
         columns = (self._file, self._offset, self._bytes, self._length, self._line)
@@ -236,6 +237,7 @@ def from_paths(config: SourceConfig, tokenizer: Tokenizer, vocab_size: int, seed
     """
     source = FileDocuments(tokenizer, Records.of(config, tokenizer, vocab_size))
     files = listed_files(config.paths)
+    refuse_large([path for path, _ in files], "data.paths", config, tokenizer)
     for path, name in files:
         source.add(path, name)
     empty = len(tokenizer.encode(b""))

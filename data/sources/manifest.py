@@ -130,10 +130,11 @@ class Manifest:
         if hashes:
             largest = {shard.tokens_file: shard.max_id for shard in self.shards}
             with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-                for _ in pool.map(lambda file: self._verify_content(file, largest.get(file)), self.files()):
+                for _ in pool.map(lambda file: self.verify_content(file, largest.get(file)), self.files()):
                     pass
 
-    def _verify_content(self, file: ShardFile, largest: int | None) -> None:
+    def verify_content(self, file: ShardFile, largest: int | None = None) -> None:
+        """Check one file's SHA-256 and, of ids, that none is above `largest`. ValueError where it holds other ones."""
         sha256, found = hash_file(self.path(file), None if largest is None else self.dtype)
         if sha256 != file.sha256:
             raise ValueError(

@@ -1,6 +1,5 @@
 """Documents in parquet files: a text or a tokens column, a prompt's beside it or a chat's, one document a row."""
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,15 +9,14 @@ import numpy as np
 from data.sources.records import Records
 
 _BATCH = 256  # rows decoded at a time while a file is read in order
-_GROUPS = 4  # decoded row groups kept for reading in any order
 _STRING_TYPES = ("string", "large_string", "string_view")
 
 
 class ParquetRows:
     """The documents' columns of one file.
 
-    In order, memory is that of a batch of rows; in any order, of the last few row groups, each decoded whole: files
-    with row groups of gigabytes are better prepared (`python -m data.prepare`).
+    In order, memory is that of a batch of rows; in any order, of row groups decoded whole, which the caller keeps:
+    files with row groups of gigabytes are better prepared (`python -m data.prepare`).
 
     Raises:
         ValueError: a file that is no parquet, or one without the column; the sentence names the columns there are.
@@ -41,7 +39,6 @@ class ParquetRows:
             if column in (records.text_key, records.prompt_key) and kind not in _STRING_TYPES:
                 raise ValueError(f"{name}: column {column!r} holds {kind}, expected text; set data.text_key")
         self.rows = self._file.metadata.num_rows
-        self._kept: OrderedDict[int, Any] = OrderedDict()
 
     def records(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
         """(row group, row in it, {column: value}) of every row, in order."""
@@ -52,15 +49,15 @@ class ParquetRows:
                     yield group, row, self._record(values)
                     row += 1
 
-    def record(self, group: int, row: int) -> dict[str, Any]:
-        """The row of a row group, as {column: value}."""
-        if group not in self._kept:
-            with self._reading():
-                self._kept[group] = self._file.read_row_group(group, columns=self.columns).columns
-            if len(self._kept) > _GROUPS:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(group)
-        return self._record([column[row] for column in self._kept[group]])
+    def group(self, group: int) -> tuple[Any, int]:
+        """A row group decoded whole, and its bytes."""
+        with self._reading():
+            columns = self._file.read_row_group(group, columns=self.columns).columns
+        return columns, sum(column.nbytes for column in columns)
+
+    def record(self, rows: Any, row: int) -> dict[str, Any]:
+        """A row of what `group` gave, as {column: value}."""
+        return self._record([column[row] for column in rows])
 
     def _batches(self, group: int) -> Iterator[Any]:
         batches = self._file.iter_batches(batch_size=_BATCH, row_groups=[group], columns=self.columns)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.config import SourceConfig
+from data.sources.contents import Stamp, stamp_of
 from data.sources.documents import FiniteDocuments, stop_of
 from data.sources.manifest import INDEX_BYTES, Manifest, Shard, read_manifest
 from data.sources.marks import mark_by_bits
@@ -71,7 +72,8 @@ class ShardView:
 
 
 class TokenShards(FiniteDocuments):
-    """The documents of a folder of tokens; of its shards, the last few read are open.
+    """The documents of a folder of tokens; of its shards, the last few read are open. Files whose size, times or inode
+    change during the run are hashed again, and must still be the manifest's.
 
     Raises:
         ValueError: document boundaries that do not fit their shard.
@@ -80,8 +82,11 @@ class TokenShards(FiniteDocuments):
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.counts_bytes = manifest.counts_bytes
+        self._where = {file.name: manifest.path(file) for file in manifest.files()}
+        self._stamps: dict[str, Stamp] = {}  # of each file, when it was last known to be the manifest's
         self._view = lru_cache(maxsize=_OPEN)(lambda place: ShardView(manifest, manifest.shards[place]))
         for view in self._views():
+            self._confirm(view.shard)
             view.check(manifest.folder)
         self._bounds = np.cumsum([0, *(shard.documents for shard in manifest.shards)])
 
@@ -115,8 +120,23 @@ class TokenShards(FiniteDocuments):
 
     def tokens(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
         view, place = self._find(index)
+        self._confirm(view.shard)  # before: a page past the end of a file that was cut kills the process
         low, _ = view.bounds(place)
-        return view.read(low + start, low + stop_of(self, index, start, stop))
+        ids = view.read(low + start, low + stop_of(self, index, start, stop))
+        self._confirm(view.shard)  # after: what was read is what was hashed
+        return ids
+
+    def _confirm(self, shard: Shard) -> None:
+        for file in (shard.tokens_file, shard.index_file):
+            path = self._where[file.name]
+            try:
+                stamp = stamp_of(path)
+                known = self._stamps.setdefault(file.name, stamp)
+                if stamp != known:
+                    self.manifest.verify_content(file)
+                    self._stamps[file.name] = stamp
+            except OSError as error:
+                raise ValueError(f"{path} cannot be read ({error.strerror or error}); restore it") from None
 
     def fingerprint(self) -> str:
         return self._fingerprint

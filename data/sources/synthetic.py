@@ -2,15 +2,16 @@
 
 import hashlib
 import math
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data.config import SourceConfig
+from data.sources.kept import Kept
 from data.sources.mixes import sample_length
 from data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 
+DRAWN_BYTES = 64 << 20  # documents kept: one that fills many rows is drawn once
 _SUCCESSORS = 8
 _LANGUAGE_SEED = 20_250_101  # the table is the same for every seed, as a language is for every document
 
@@ -33,7 +34,7 @@ class SyntheticDocuments:
         self._steps = language.choice(256, _SUCCESSORS, replace=False)
         weights = 1 / np.arange(1, _SUCCESSORS + 1)
         self._edges = np.cumsum(weights / weights.sum())[:-1]
-        self._whole = lru_cache(maxsize=8)(self._draw)  # a document that fills many rows is drawn once
+        self._drawn: Kept[int, NDArray[np.int32]] = Kept(DRAWN_BYTES)
         self.entropy_bits = -sum(p * math.log2(p) for p in (weights / weights.sum()).tolist())
 
     def length(self, index: int) -> int:
@@ -44,9 +45,9 @@ class SyntheticDocuments:
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
             raise ValueError(f"tokens {start}:{stop} are outside {self.name(index)} of {length} tokens")
-        return self._whole(index)[start:stop]
+        return self._drawn.get(index, lambda: self._draw(index))[start:stop]
 
-    def _draw(self, index: int) -> NDArray[np.int32]:
+    def _draw(self, index: int) -> tuple[NDArray[np.int32], int]:
         length = self.length(index)
         rng = np.random.default_rng([self._seed, 1, index])
         first = int(rng.integers(256))
@@ -56,7 +57,7 @@ class SyntheticDocuments:
         if length > 1:
             out[-1] = ByteTokenizer.eos
         out.setflags(write=False)
-        return out
+        return out, out.nbytes
 
     def name(self, index: int) -> str:
         return f"{self._mix}[{index}]"

@@ -16,7 +16,8 @@ class JsonTokenizer:
     """[bos, text..., eos] with the file's own vocabulary and splitting.
 
     What its post-processor would add is left out, as every document is framed alike here; a special token that is
-    spelled out in a text is text, and ends no document. Padding and truncation that the file asks for are switched off.
+    spelled out in a text is text, and ends no document. Padding, truncation and chance (BPE dropout) that the file asks
+    for are switched off.
     Bits per byte need a vocabulary of bytes (byte-level BPE: GPT-2, Llama 3, Qwen) and count the bytes after the file's
     Unicode normalisation, where it has one.
 
@@ -36,6 +37,9 @@ class JsonTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
+        for chance in ("dropout", "alpha", "nbest_size"):  # of BPE, of Unigram: a text would be coded anew each time
+            if getattr(self._tokenizer.model, chance, None) is not None:
+                setattr(self._tokenizer.model, chance, None)
         self.path = path
         self._added = {i: token for i, token in self._tokenizer.get_added_tokens_decoder().items()}
         special = {token.content: i for i, token in self._added.items() if token.special}

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
+from kernels.arguments import spelled
 from kernels.attention import reference as attention_reference
 from kernels.attention import torch_backend as attention_torch
 from kernels.attention.autograd import Passes
+from kernels.attention.problem import Problem
 from kernels.attention.rounds import Rounds
 from kernels.compile.runtime import interpreted, triton_installed
-from kernels.mask import IntervalMask
 
 logger = logging.getLogger(__name__)
-
-AttentionFunction = Callable[
-    [Tensor, Tensor, Tensor, Sequence[IntervalMask], float, float | None, Tensor | None], tuple[Tensor, Tensor]
-]
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of attention(q, k, v, masks, scale, softcap, sink) -> (out, lse) on checked inputs."""
+    """One implementation of attention."""
 
-    attention: AttentionFunction
+    attention: Callable[[Problem], tuple[Tensor, Tensor]]  # (out, lse), differentiable
     passes: Callable[[], Passes]  # its two directions, which a compiler's graph calls
     rounds: Callable[[], Rounds]  # its accumulate form
     device_types: tuple[str, ...] | None  # None: any
@@ -36,19 +34,11 @@ class Backend:
     refuses: Callable[[Tensor], str | None] = lambda q: None  # why it cannot take such a q, or None
 
 
-def _attention_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    masks: Sequence[IntervalMask],
-    scale: float,
-    softcap: float | None,
-    sink: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _attention_triton(problem: Problem) -> tuple[Tensor, Tensor]:
     """`attention_triton`, imported at the first call, since a machine without a GPU may lack Triton."""
     from kernels.attention.triton_backend import attention_triton
 
-    return attention_triton(q, k, v, masks, scale, softcap, sink)
+    return attention_triton(problem)
 
 
 def _triton_passes() -> Passes:
@@ -112,12 +102,22 @@ def choose_backend(name: str, q: Tensor) -> Backend:
     if name == "auto":
         _say_once(able[0], device)
         return BACKENDS[able[0]]
-    if name not in BACKENDS:
-        raise ValueError(f"unknown attention backend {name!r}; on {device} use one of {', '.join(able)}, or auto")
+    if not isinstance(name, str) or name not in BACKENDS:
+        known = ", ".join(able)
+        raise ValueError(f"unknown attention backend {spelled(name)}; on {device} use one of {known}, or auto")
     if name not in able:
         reason = _refusal(BACKENDS[name], q)
         raise ValueError(f"attention backend {name!r} {reason}; use one of {', '.join(able)}, or auto")
     return BACKENDS[name]
+
+
+def choose_rounds(backend: str, q: Float[Tensor, "Tq H D"]) -> Rounds:
+    """The rounds of the backend called `backend`, or of the one that "auto" picks for q.
+
+    Raises:
+        ValueError: as `choose_backend`.
+    """
+    return choose_backend(backend, q).rounds()
 
 
 def able_backends(q: Tensor) -> list[str]:

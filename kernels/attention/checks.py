@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.arguments import is_number, spelled
 from kernels.mask import IntervalMask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -26,7 +27,7 @@ def check_inputs(
     sink: Tensor | None = None,
 ) -> None:
     """Raise ValueError unless q [Tq, H, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv], the masks and the options fit together."""
-    _check_tensors(q, k, v)
+    check_tensors(q, k, v)
     if not masks:
         raise ValueError("an empty list of masks allows nothing; give one IntervalMask, or at least one band")
     for mask in masks:
@@ -39,24 +40,45 @@ def check_inputs(
             )
         if mask.device != q.device:
             raise ValueError(f"the mask is on {mask.device} and q on {q.device}; use mask.to({str(q.device)!r}) once")
-    if softmax_scale is not None and not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale must be a finite number, not {softmax_scale}")
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
-        raise ValueError(f"softcap must be a positive number, not {softcap}; use None for no cap")
-    if sink is not None and (
-        tuple(sink.shape) != (q.shape[1],) or not sink.is_floating_point() or sink.device != q.device
+    if softmax_scale is not None and not (is_number(softmax_scale) and math.isfinite(softmax_scale)):
+        raise ValueError(f"softmax_scale must be a finite number, not {spelled(softmax_scale)}; None is 1 / sqrt(D)")
+    if softcap is not None and not (is_number(softcap) and math.isfinite(softcap) and softcap > 0):
+        raise ValueError(f"softcap must be a positive number, not {spelled(softcap)}; use None for no cap")
+    if sink is not None:
+        check_sink("sink", sink, q)
+
+
+def check_sink(name: str, sink: Any, q: Tensor) -> None:
+    """Raise ValueError unless `sink` is a logit for each head of q."""
+    if (
+        not isinstance(sink, Tensor)
+        or tuple(sink.shape) != (q.shape[1],)
+        or not sink.is_floating_point()
+        or sink.device != q.device
     ):
         raise ValueError(
-            f"sink must hold one floating logit for each of {q.shape[1]} heads on {q.device}, "
-            f"not {tuple(sink.shape)} {sink.dtype} on {sink.device}"
+            f"{name} must hold one floating logit for each of {q.shape[1]} heads on {q.device}, not {spelled(sink)}"
         )
-    if sink is not None and sink.device.type == "cpu" and not bool((sink.detach() < float("inf")).all()):
+    if sink.device.type == "cpu" and not bool((sink.detach() < float("inf")).all()):
         raise ValueError(
-            "sink holds a NaN or +inf, which would take all probability; use finite logits, or -inf for none"
+            f"{name} holds a NaN or +inf, which would take all probability; use finite logits, or -inf for none"
         )
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def bands_of(mask: Any) -> tuple[IntervalMask, ...]:
+    """A mask or a list of masks as a tuple; what stands in the list is not looked at."""
+    if isinstance(mask, IntervalMask):
+        return (mask,)
+    if not isinstance(mask, Sequence):
+        raise ValueError(f"mask must be an IntervalMask or a list of them, not {type(mask).__name__}")
+    return tuple(mask)
+
+
+def check_tensors(q: Any, k: Any, v: Any) -> None:
+    """Raise ValueError unless q [Tq, H, D], k [Tk, Hkv, D] and v [Tk, Hkv, Dv] fit together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor [tokens, heads, width], not {spelled(x)}")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         raise ValueError(f"q, k, v must be packed as [tokens, heads, width], not {shapes}; flatten batch and length")

@@ -141,7 +141,8 @@ class CappedDense(Dense):
         n = rows[1] - rows[0]
         by_row = s.unflatten(2, (-1, n))  # a view: group, row
         if causal and cols[1] > rows[0] + 1:
-            late = torch.arange(cols[0], cols[1]) > torch.arange(rows[0], rows[1])[:, None]
+            column = torch.arange(cols[0], cols[1], device=s.device)
+            late = column > torch.arange(rows[0], rows[1], device=s.device)[:, None]
             by_row.masked_fill_(late, -float("inf"))
         if bias is not None:
             by_row += bias[:, :, None, rows[0] : rows[1], cols[0] : cols[1]]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.autograd import Gradients, Passes, Saved
+from kernels.attention.problem import Problem
 from kernels.attention.rounds import Rounds, Stats, row_delta
 from kernels.mask import IntervalMask
 from kernels.merge.merge import sink_gradient
@@ -22,17 +23,9 @@ def dense_mask(masks: Sequence[IntervalMask], Tq: int, Tk: int) -> Tensor:
     return allowed
 
 
-def attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    masks: Sequence[IntervalMask],
-    scale: float,
-    softcap: float | None,
-    sink: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def attention_reference(problem: Problem) -> tuple[Tensor, Tensor]:
     """(out [Tq, H, Dv], lse [H, Tq]) of `kernels.api.attention`, in fp64 for fp64 inputs and in fp32 otherwise."""
-    high = torch.float64 if q.dtype == torch.float64 else torch.float32
+    q, k, v, masks, sink, high = problem.q, problem.k, problem.v, problem.masks, problem.sink, problem.high
     allowed = dense_mask(masks, q.shape[0], k.shape[0])
     sees, seen = allowed.any(1), allowed.any(0)
     group = q.shape[1] // k.shape[1]
@@ -40,9 +33,9 @@ def attention_reference(
     q_live = torch.where(sees[:, None, None], q, 0).to(high)
     k_live = torch.where(seen[:, None, None], k, 0).to(high).repeat_interleave(group, 1)
     v_live = torch.where(seen[:, None, None], v, 0).to(high).repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", q_live, k_live) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = torch.einsum("qhd,khd->hqk", q_live, k_live) * problem.scale
+    if problem.softcap is not None:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
     extra = q.new_full(q.shape[1:2], -float("inf"), dtype=high) if sink is None else sink.to(high)
     column = extra[:, None, None].expand(-1, q.shape[0], 1)
     scores = torch.cat([scores.masked_fill(~allowed, -float("inf")), column], -1)
@@ -52,44 +45,25 @@ def attention_reference(
     prob = torch.where(sees[:, None], scores.softmax(-1)[..., :-1], 0)
     out = torch.einsum("hqk,khd->qhd", prob, v_live)
     out = torch.where(sees[:, None, None], out, 0)
-    covered = torch.arange(q.shape[0], device=q.device) < max(mask.Tq for mask in masks)
+    covered = torch.arange(q.shape[0], device=q.device) < problem.covered
     return out.to(q.dtype), torch.where(normal & covered, scores.logsumexp(-1), -float("inf"))
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    masks: Sequence[IntervalMask],
-    scale: float,
-    softcap: float | None,
-    sink: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    out, lse = attention_reference(q, k, v, masks, scale, softcap, sink)
+def _forward(problem: Problem) -> tuple[Tensor, Tensor]:
+    out, lse = attention_reference(problem)
     return out.contiguous(), lse.contiguous()
 
 
 class ReferenceRounds(Rounds):
     """Rounds on dense scores, gradients written out; few operations, for many small cases."""
 
-    def _forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: IntervalMask,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        softcap: float | None,
-    ) -> None:
+    def _forward(self, problem: Problem, out: Tensor, lse: Tensor) -> None:
+        mask, heads = problem.mask, problem.k.shape[1]
         n, m = mask.Tq, mask.Tk
         hidden, blind, unseen = _hidden(mask)
-        q, k, v = (
-            _by_key_head(x, k.shape[1], lse.dtype, dead)
-            for x, dead in ((q[:n], blind), (k[:m], unseen), (v[:m], unseen))
-        )
-        scores, _ = _scores(q, k, hidden, scale, softcap)
+        q = _by_key_head(problem.q[:n], heads, lse.dtype, blind)
+        k, v = (_by_key_head(x[:m], heads, lse.dtype, unseen) for x in (problem.k, problem.v))
+        scores, _ = _scores(q, k, hidden, problem.scale, problem.softcap)
         scores = scores.view(-1, n, m)
         before, running = lse[:, :n, None], out[:n].transpose(0, 1)
         top = torch.maximum(scores.amax(-1, keepdim=True), before)
@@ -97,29 +71,17 @@ class ReferenceRounds(Rounds):
         prob, weight = scores.sub_(base).exp_(), (before - base).exp_()
         total = prob.sum(-1, keepdim=True).add_(weight)
         acc = torch.where(weight == 0, 0, running * weight)  # what was there may be NaN
-        acc += (prob.view(k.shape[0], -1, m) @ v).view_as(acc)
+        acc += (prob.view(heads, -1, m) @ v).view_as(acc)
         running.copy_(acc.div_(torch.where(total == 0, 1, total)))
         before.copy_(base.add_(total.log_()))
 
-    def _backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        stats: Stats,
-        mask: IntervalMask,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        scale: float,
-        softcap: float | None,
-    ) -> None:
-        n, m, heads = mask.Tq, mask.Tk, k.shape[1]
+    def _backward(self, problem: Problem, dout: Tensor, stats: Stats, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        mask, heads, scale = problem.mask, problem.k.shape[1], problem.scale
+        n, m = mask.Tq, mask.Tk
         hidden, blind, unseen = _hidden(mask)
-        q, dout = (_by_key_head(x, heads, dq.dtype, blind) for x in (q[:n], dout[:n]))
-        k, v = (_by_key_head(x, heads, dq.dtype, unseen) for x in (k[:m], v[:m]))
-        scores, slope = _scores(q, k, hidden, scale, softcap)
+        q, dout = (_by_key_head(x[:n], heads, dq.dtype, blind) for x in (problem.q, dout))
+        k, v = (_by_key_head(x[:m], heads, dq.dtype, unseen) for x in (problem.k, problem.v))
+        scores, slope = _scores(q, k, hidden, scale, problem.softcap)
         lse, delta = (x[:, :n].reshape(heads, -1, n, 1) for x in (stats.lse, stats.delta))
         prob = (scores - lse).exp_().masked_fill_(hidden, 0)
         ds = (dout @ v.transpose(1, 2)).view_as(prob).sub_(delta).mul_(prob)
@@ -163,16 +125,17 @@ def _scores(q: Tensor, k: Tensor, hidden: Tensor, scale: float, softcap: float |
 
 def _backward(saved: Saved, dout: Tensor | None, dlse: Tensor | None, need_q: bool, need_kv: bool) -> Gradients:
     """By the rounds' formulas: autograd cannot record inside an operator."""
-    q, k, v, lse = saved.q, saved.k, saved.v, saved.lse
+    problem, lse = saved.problem, saved.lse
+    q, k, v = problem.q, problem.k, problem.v
     dout = torch.zeros_like(saved.out) if dout is None else dout
     rounds, delta = ReferenceRounds(), row_delta(saved.out, dout, lse, dlse)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (q, k, v))
-    for mask in saved.masks:
-        rounds.backward(q, k, v, dout, Stats(delta, lse), mask, dq, dk, dv, saved.scale, saved.softcap)
+    for mask in problem.masks:
+        rounds.backward(q, k, v, dout, Stats(delta, lse), mask, dq, dk, dv, problem.scale, problem.softcap)
     dsink = None
-    if saved.sink is not None:
-        covered = max(mask.Tq for mask in saved.masks)
-        dsink = sink_gradient(saved.sink, lse[:, :covered], delta[:, :covered])
+    if problem.sink is not None:
+        covered = problem.covered
+        dsink = sink_gradient(problem.sink, lse[:, :covered], delta[:, :covered])
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
 
 

@@ -27,20 +27,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kernels.attention.checks import check_inputs
 from kernels.attention.heads import key_heads
+from kernels.attention.problem import Problem, adjacent, is_adjacent, sum_dtype
 from kernels.mask import IntervalMask
-
-
-def choose_rounds(backend: str, q: Float[Tensor, "Tq H D"]) -> Rounds:
-    """The rounds of a backend of `kernels.attention.backends.BACKENDS`, or of the one that "auto" picks for q.
-
-    Raises:
-        ValueError: as `kernels.attention.backends.choose_backend`.
-    """
-    from kernels.attention.backends import choose_backend  # the table's entries are built on this file
-
-    return choose_backend(backend, q).rounds()
 
 
 @dataclass(frozen=True)
@@ -86,13 +75,13 @@ class Rounds(ABC):
         """
         groups = key_heads(q.shape[1], k.shape[1], head_map)
         k, v = groups.take(k), groups.take(v)
-        check_inputs(q, k, v, (mask,), scale, softcap)
+        problem = Problem.checked(q, k, v, (mask,), scale, softcap, None)
         _check_buffers(q.dtype, out=(out, (*q.shape[:2], v.shape[2])), lse=(lse, (q.shape[1], q.shape[0])))
         if not mask.Tk:
             out[: mask.Tq].masked_fill_((lse[:, : mask.Tq] == -float("inf")).T[..., None], 0)
         elif mask.Tq:
             with torch.autocast(q.device.type, enabled=False):
-                self._forward(q, k, v, mask, out, lse, scale, softcap)
+                self._forward(problem, out, lse)
 
     @torch.no_grad()
     def backward(
@@ -125,11 +114,11 @@ class Rounds(ABC):
             )
         groups = key_heads(q.shape[1], k.shape[1], head_map)
         k, v = groups.take(k), groups.take(v)
-        check_inputs(q, k, v, (mask,), scale, softcap)
+        problem = Problem.checked(q, k, v, (mask,), scale, softcap, None)
         if mask.Tq and mask.Tk:
             part_k, part_v = groups.gradient(dk), groups.gradient(dv)
             with torch.autocast(q.device.type, enabled=False):
-                self._backward(q, k, v, dout, stats, mask, dq, part_k, part_v, scale, softcap)
+                self._backward(problem, dout, stats, dq, part_k, part_v)
             groups.add_back(dk, part_k)
             groups.add_back(dv, part_v)
 
@@ -175,38 +164,15 @@ class Rounds(ABC):
 
     def part(self, stats: Stats, rows: slice | Tensor, heads: slice = slice(None)) -> Stats:
         """The stats of a choice of queries, in the order of an index tensor, and of consecutive query heads."""
-        delta, lse = (_adjacent(x[heads][:, rows]) for x in (stats.delta, stats.lse))
+        delta, lse = (adjacent(x[heads][:, rows]) for x in (stats.delta, stats.lse))
         return Stats(delta, lse, None if stats.out is None else stats.out[rows, heads])
 
     @abstractmethod
-    def _forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: IntervalMask,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        softcap: float | None,
-    ) -> None:
+    def _forward(self, problem: Problem, out: Tensor, lse: Tensor) -> None:
         """`forward` with equal groups of heads, at least one query and one key."""
 
     @abstractmethod
-    def _backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        stats: Stats,
-        mask: IntervalMask,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        scale: float,
-        softcap: float | None,
-    ) -> None:
+    def _backward(self, problem: Problem, dout: Tensor, stats: Stats, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         """`backward` with equal groups of heads, at least one query and one key."""
 
     def _stats(self, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> Stats:
@@ -230,14 +196,10 @@ def row_delta(
 
 def _check_buffers(dtype: torch.dtype, **buffers: tuple[Tensor, Sequence[int]]) -> None:
     """Raise ValueError unless each buffer has its shape, the precision of sums, and neighbours in its last dim."""
-    high = torch.float64 if dtype == torch.float64 else torch.float32
+    high = sum_dtype(dtype)
     for name, (x, shape) in buffers.items():
-        if tuple(x.shape) != tuple(shape) or x.dtype != high or (x.shape[-1] > 1 and x.stride(-1) != 1):
+        if tuple(x.shape) != tuple(shape) or x.dtype != high or not is_adjacent(x):
             raise ValueError(
                 f"{name} must be {tuple(shape)} in {high}, adjacent in its last dim, not {tuple(x.shape)} {x.dtype} "
                 f"with strides {x.stride()}; sum up in such a buffer and cast once, after the last round"
             )
-
-
-def _adjacent(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -309,7 +309,7 @@ def _stack(tiles: list[GatheredTile], R: int, C: int, q_seen: np.ndarray, k_seen
     if tiles[0].lo is not None:
         col = np.arange(C)
         seen = torch.from_numpy((col >= lo[..., None]) & (col < hi[..., None]))
-        bias = torch.zeros(n, 1, R, C).masked_fill_(~seen[:, None], -float("inf"))
+        bias = torch.zeros(n, 1, R, C, dtype=torch.float32, device="cpu").masked_fill_(~seen[:, None], -float("inf"))
     to = torch.from_numpy
     return TileBatch(
         n, R, C,

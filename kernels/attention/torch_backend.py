@@ -6,66 +6,49 @@ gradients simply add up (FlashAttention-2, arXiv 2307.08691, section 3.1). Half 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention.autograd import Gradients, Passes, Saved, differentiable
 from kernels.attention.dense import CappedDense, Dense, FlashDense
+from kernels.attention.problem import Problem, adjacent, sum_dtype
 from kernels.attention.rounds import Rounds, Stats, row_delta
-from kernels.attention.staircase import Slice, StaircasePlan, TileBatch, plan_staircase
-from kernels.mask import IntervalMask
+from kernels.attention.staircase import Slice, TileBatch, plan_staircase
 from kernels.merge.merge import merge_into, sink_gradient
 
 
-def attention_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    masks: Sequence[IntervalMask],
-    scale: float,
-    softcap: float | None,
-    sink: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def attention_torch(problem: Problem) -> tuple[Tensor, Tensor]:
     """(out [Tq, H, Dv], lse [H, Tq]) of `kernels.api.attention`, in fp64 for fp64 inputs and in fp32 otherwise."""
-    return differentiable(PASSES, q, k, v, masks, scale, softcap, sink)
+    return differentiable(PASSES, problem)
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    masks: Sequence[IntervalMask],
-    scale: float,
-    softcap: float | None,
-    sink: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    plan, dense = plan_staircase(masks), choose_dense(scale, softcap)
+def _forward(problem: Problem) -> tuple[Tensor, Tensor]:
+    q, k, v, sink = problem.q, problem.k, problem.v, problem.sink
+    plan = plan_staircase(problem.masks)
     T, H, Dv = *q.shape[:2], v.shape[2]
     if sink is None and len(plan.slices) == 1 and not plan.batches and plan.slices[0].q1 - plan.slices[0].q0 == T:
-        out, log = _forward_slice(dense, plan.slices[0], *_widened(q, k, v))
+        out, log = _forward_slice(choose_dense(problem), plan.slices[0], *_widened(q, k, v))
         return out[..., :Dv].contiguous(), log.T.contiguous()
-    out = q.new_zeros(T, H, Dv, dtype=_high(q))
-    lse = q.new_full((H, T), -float("inf"), dtype=_high(q))
+    out = q.new_zeros(T, H, Dv, dtype=problem.high)
+    lse = q.new_full((H, T), -float("inf"), dtype=problem.high)
     if sink is not None:
-        lse[:, : _covered(masks)] = sink[:, None]  # a partial result of the sink alone
-    forward_parts(plan, dense, q, k, v, out, lse, sink is None)
+        lse[:, : problem.covered] = sink[:, None]  # a partial result of the sink alone
+    forward_parts(problem, out, lse, sink is None)
     return out, lse
 
 
 def _backward(saved: Saved, dout: Tensor | None, dlse: Tensor | None, need_q: bool, need_kv: bool) -> Gradients:
-    q, k, v, sink, out, lse = saved.q, saved.k, saved.v, saved.sink, saved.out, saved.lse
+    problem, out, lse = saved.problem, saved.out, saved.lse
+    q, k, v, sink = problem.q, problem.k, problem.v, problem.sink
     dout = torch.zeros_like(out) if dout is None else dout
     delta = None if dlse is None and sink is None else row_delta(out, dout, lse, dlse)
-    dq, dk, dv = (x.new_zeros(x.shape, dtype=_high(x)) for x in (q, k, v))
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=problem.high) for x in (q, k, v))
     merged = out if dlse is None else None
-    plan, dense = plan_staircase(saved.masks), choose_dense(saved.scale, saved.softcap)
-    backward_parts(plan, dense, q, k, v, dout, merged, delta, lse, dq, dk, dv, True)
+    backward_parts(problem, dout, merged, delta, lse, dq, dk, dv, True)
     dsink = None
     if sink is not None and delta is not None:
-        covered = _covered(saved.masks)
+        covered = problem.covered
         dsink = sink_gradient(sink, lse[:, :covered], delta[:, :covered])
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
 
@@ -73,60 +56,29 @@ def _backward(saved: Saved, dout: Tensor | None, dlse: Tensor | None, need_q: bo
 PASSES = Passes(_forward, _backward, wide=True)
 
 
-def _covered(masks: Sequence[IntervalMask]) -> int:
-    return max(mask.Tq for mask in masks)
-
-
 class TorchRounds(Rounds):
     """Rounds on the parts of the staircase; stats keep out, which the flash operator takes instead of delta."""
 
-    def _forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: IntervalMask,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        softcap: float | None,
-    ) -> None:
-        unseen = lse[:, : mask.Tq] == -float("inf")
+    def _forward(self, problem: Problem, out: Tensor, lse: Tensor) -> None:
+        n = problem.mask.Tq
+        unseen = lse[:, :n] == -float("inf")
         fresh = bool(unseen.all())
         if fresh:
-            out[: mask.Tq] = 0
+            out[:n] = 0
         elif bool(unseen.any()):
-            out[: mask.Tq].masked_fill_(unseen.T[..., None], 0)
-        forward_parts(plan_staircase((mask,)), choose_dense(scale, softcap), q, k, v, out, lse, fresh)
+            out[:n].masked_fill_(unseen.T[..., None], 0)
+        forward_parts(problem, out, lse, fresh)
 
-    def _backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        stats: Stats,
-        mask: IntervalMask,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        scale: float,
-        softcap: float | None,
-    ) -> None:
-        plan, dense = plan_staircase((mask,)), choose_dense(scale, softcap)
-        backward_parts(plan, dense, q, k, v, dout, stats.out, stats.delta, stats.lse, dq, dk, dv, False)
+    def _backward(self, problem: Problem, dout: Tensor, stats: Stats, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        backward_parts(problem, dout, stats.out, stats.delta, stats.lse, dq, dk, dv, False)
 
     def _stats(self, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> Stats:
         return Stats(row_delta(out, dout, lse, dlse), lse, out if dlse is None else None)
 
 
-def choose_dense(scale: float, softcap: float | None) -> Dense:
+def choose_dense(problem: Problem) -> Dense:
     """How a part is computed."""
-    return FlashDense(scale) if softcap is None else CappedDense(scale, softcap)
-
-
-def _high(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    return FlashDense(problem.scale) if problem.softcap is None else CappedDense(problem.scale, problem.softcap)
 
 
 def _widened(*tensors: Tensor, width: int = 0) -> list[Tensor]:
@@ -134,22 +86,21 @@ def _widened(*tensors: Tensor, width: int = 0) -> list[Tensor]:
     width = max(width, *(x.shape[-1] for x in tensors))
     wide = []
     for x in tensors:
-        x = x.to(_high(x))
+        x = x.to(sum_dtype(x.dtype))
         if x.shape[-1] < width:
             x = F.pad(x, (0, width - x.shape[-1]))
-        wide.append(x if x.stride(-1) == 1 else x.contiguous())
+        wide.append(adjacent(x))
     return wide
 
 
-def forward_parts(
-    plan: StaircasePlan, dense: Dense, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, fresh: bool
-) -> None:
-    """Merge the parts of a plan into out [Tq, H, Dv] and lse [H, Tq], which hold numbers in fp32 or fp64.
+def forward_parts(problem: Problem, out: Tensor, lse: Tensor, fresh: bool) -> None:
+    """Merge the parts of a problem into out [Tq, H, Dv] and lse [H, Tq], which hold numbers in fp32 or fp64.
 
     `fresh`: they hold 0 and -inf, so that results are stored rather than merged where the plan allows it.
     """
-    Dv, log = v.shape[2], lse.T
-    q, k, v = _widened(q, k, v)
+    plan, dense = plan_staircase(problem.masks), choose_dense(problem)
+    Dv, log = problem.v.shape[2], lse.T
+    q, k, v = _widened(problem.q, problem.k, problem.v)
     for part in plan.slices:
         o, part_log = _forward_slice(dense, part, q, k, v)
         rows = slice(part.q0, part.q1)
@@ -195,11 +146,7 @@ def _forward_batch(dense: Dense, batch: TileBatch, q: Tensor, k: Tensor, v: Tens
 
 
 def backward_parts(
-    plan: StaircasePlan,
-    dense: Dense,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    problem: Problem,
     dout: Tensor,
     out: Tensor | None,
     delta: Tensor | None,
@@ -213,6 +160,8 @@ def backward_parts(
 
     `fresh`: they hold 0, so that results are stored rather than added where the plan allows it.
     """
+    plan, dense = plan_staircase(problem.masks), choose_dense(problem)
+    q, k, v = problem.q, problem.k, problem.v
     lse, Dv = lse.T, v.shape[2]
     if out is None:
         assert delta is not None

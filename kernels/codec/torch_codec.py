@@ -30,7 +30,7 @@ def hadamard(x: Float32[Tensor, "n G"]) -> Float32[Tensor, "n G"]:
 
 def norm_of(group: int) -> float:
     """1 / sqrt(G), in fp32."""
-    return float(torch.tensor(1 / group**0.5, dtype=torch.float32))
+    return float(torch.tensor(1 / group**0.5, dtype=torch.float32, device="cpu"))
 
 
 def encode(x: Float[Tensor, "*shape"], codec: Codec) -> UInt8[Tensor, " size"]:

@@ -142,7 +142,7 @@ def check_header(wire: Tensor, codec: Codec, values: int) -> None:
 def grouped(x: Tensor, codec: Codec, layout: Layout) -> Tensor:
     """The values of x as [groups, G], padded with zeros."""
     G, T, C = codec.group, layout.tokens, layout.width
-    x = x.reshape(T, C)
+    x = x.reshape(T, C).contiguous()
     if codec.view == "tokens":
         count = -(-T // G)
         return F.pad(x, (0, 0, 0, count * G - T)).view(count, G, C).transpose(1, 2).reshape(-1, G)

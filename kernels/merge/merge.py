@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kernels.attention.checks import first_order
+from kernels.arguments import spelled
+from kernels.attention.checks import DTYPES, first_order
 from kernels.compile.runtime import triton_installed
 
 
@@ -30,7 +31,7 @@ def merge(
     Raises:
         ValueError: no partials, or partials whose number, shapes or dtypes disagree.
     """
-    outs, lses = (list(x.unbind(0)) if isinstance(x, Tensor) else list(x) for x in (outs, lses))
+    outs, lses = _listed("outs", outs), _listed("lses", lses)
     check_partials(outs, lses)
     if torch.compiler.is_compiling():
         return merge_op(outs, lses)
@@ -95,10 +96,23 @@ def _check_running(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> 
         )
 
 
+def _listed(name: str, partials: Sequence[Tensor] | Tensor) -> list[Tensor]:
+    """Partials in a list, stacked or listed."""
+    if isinstance(partials, Tensor) and partials.dim():
+        return list(partials.unbind(0))
+    if isinstance(partials, Tensor) or not isinstance(partials, Sequence):
+        raise ValueError(f"{name} must be tensors in a list or stacked along a leading dim, not {spelled(partials)}")
+    return list(partials)
+
+
 def check_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
     """Raise ValueError unless there are n >= 1 outs [T, H, D] of one dtype and n lses [H, T]."""
     if not outs or len(outs) != len(lses):
         raise ValueError(f"merge got {len(outs)} outputs and {len(lses)} lses; give at least one and as many of each")
+    for name, partials in (("outs", outs), ("lses", lses)):
+        for x in partials:
+            if not isinstance(x, Tensor) or x.dtype not in DTYPES or x.device != outs[0].device:
+                raise ValueError(f"{name} must be floating tensors on one device, but one is {spelled(x)}")
     if outs[0].dim() != 3:
         raise ValueError(f"a partial output must be [T, H, D], not {tuple(outs[0].shape)}")
     T, H, _ = outs[0].shape

@@ -94,7 +94,8 @@ class Visible:
             lo, hi, total = count[lo], count[hi], int(count[-1])
         if positions is not None and positions.dim() == 2 and cu_seqlens is None and not whole:
             _check_cache(hi - lo, positions.expand(rows, -1))
-        return IntervalMask.from_rows(lo.flatten().int(), hi.flatten().int(), total)
+        mask = IntervalMask.from_rows(lo.flatten().int(), hi.flatten().int(), total)
+        return mask.knowing(False) if whole and self.shiftable and self.live is None else mask  # each sees itself
 
     def _within(self, first: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
         lo, hi = torch.maximum(self.lo, first), torch.minimum(self.hi, stop)

@@ -87,7 +87,7 @@ class Composer:
         room = max(tokens.count for tokens in self.placement.sets)
         w.buffer("q", "q", mine, (0, shape.H), role="input", capacity=room)
         w.buffer("kv", "kv", mine, (0, shape.Hkv), role="input", capacity=room)
-        w.buffer("acc", "partial", lane.mine, lane.heads, exact=True, role="saved")
+        w.buffer("acc", "partial", lane.mine, lane.heads, exact=True, role="accumulator")
         if group:
             group.scatter_heads(w, BEFORE, {"q": "q", "kv": "kv"}, saved=True)
         if self.exchange is None or lane.size == 1:
@@ -110,7 +110,7 @@ class Composer:
         w.buffer("grad_out", "grad_out", mine, (0, shape.H), role="input", capacity=room)
         for kind, heads in (("q", lane.heads), ("kv", lane.key_heads)):
             w.buffer(lane.names[kind], kind, lane.mine, heads, role="saved", capacity=lane.room)  # pyright: ignore[reportArgumentType]
-        w.buffer("acc", "partial", lane.mine, lane.heads, exact=True, role="saved")
+        w.buffer("acc", "partial", lane.mine, lane.heads, exact=True, role="accumulator")
         if group:
             group.scatter_heads(w, BEFORE, {"grad_out": "grad_out"}, saved=False)
         w.buffer("stats", "stats", lane.mine, lane.heads, exact=True, capacity=lane.room)

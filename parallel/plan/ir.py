@@ -13,6 +13,7 @@ Heads = tuple[int, int]  # half-open; of query heads, or of key heads for kinds 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 CLASSES = ("kv", "q", "out", "lse", "grad_kv", "grad_q", "grad_out")
 
+Role = Literal["input", "saved", "accumulator", "result", "temporary"]
 Kind = Literal["q", "kv", "out", "partial", "grad_out", "stats", "grad_q", "grad_kv"]
 
 
@@ -91,7 +92,8 @@ class Buffer(NamedTuple):
 
     Attributes:
         exact: holds partial results, in fp32 (fp64 for fp64); else the model's dtype.
-        role: input, saved (made forward, read backward), result, or temporary.
+        role: input; saved (made forward, read backward); accumulator (saved, and the one partial result of a rank into
+            which all others merge: where a sink joins, once); result; or temporary.
         capacity: tokens to reserve, whatever the documents; at least `tokens.count`.
     """
 
@@ -99,8 +101,13 @@ class Buffer(NamedTuple):
     tokens: TokenSet
     heads: Heads
     exact: bool = False
-    role: Literal["input", "saved", "result", "temporary"] = "temporary"
+    role: Role = "temporary"
     capacity: int = 0
+
+    @property
+    def kept(self) -> bool:
+        """Whether forward leaves it to backward."""
+        return self.role in ("saved", "accumulator")
 
     def bytes(self, shape: AttentionShape) -> int:
         """Bytes to reserve for it."""
@@ -224,3 +231,8 @@ class Program:
     steps: list[Step] = field(default_factory=list)
     results: dict[str, str] = field(default_factory=dict)
     slabs: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def accumulators(self) -> list[str]:
+        """The buffers of that role: one, as `verify` demands."""
+        return [name for name, buffer in self.buffers.items() if buffer.role == "accumulator"]

@@ -56,9 +56,7 @@ def plan_to_json(plan: Any) -> str:
     def plain(value: Any) -> Any:
         if isinstance(value, TokenSet):
             return {"tokens": table.number(value)}
-        if isinstance(value, Message | Buffer):
-            return [plain(item) for item in value]
-        if isinstance(value, tuple):
+        if isinstance(value, tuple):  # messages and buffers are tuples, too
             return [plain(item) for item in value]
         return value
 

@@ -1,7 +1,6 @@
 """Writes one rank's program: declares buffers on the way and leaves out whatever is empty."""
 
 from collections.abc import Iterable
-from typing import Literal
 
 from parallel.plan.ir import (
     Add,
@@ -17,6 +16,7 @@ from parallel.plan.ir import (
     Message,
     Post,
     Program,
+    Role,
     Wait,
 )  # fmt: skip
 from parallel.plan.tokens import TokenSet
@@ -35,7 +35,7 @@ class Writer:
         tokens: TokenSet,
         heads: Heads,
         exact: bool = False,
-        role: Literal["input", "saved", "result", "temporary"] = "temporary",
+        role: Role = "temporary",
         capacity: int | None = None,
     ) -> str:
         """Declare a buffer, once. `capacity` is its tokens by default."""

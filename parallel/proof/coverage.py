@@ -19,6 +19,8 @@ class Block:
     q_tokens: TokenSet
     k_tokens: TokenSet
     heads: Heads  # of queries
+    rank: int  # that computes it,
+    step: int  # at this place of its program
 
 
 def covered(tokens: TokenSet, heads: Heads, parts: Iterable[tuple[TokenSet, Heads]]) -> bool:
@@ -53,6 +55,30 @@ def common(a: TokenSet, b: TokenSet) -> TokenSet:
         return TokenSet.from_array(ranges[np.argsort(ranges[:, 0], kind="stable")])
     both = np.intersect1d(a.expand(), b.expand(), assume_unique=True)
     return TokenSet.from_array(np.stack([both, both + 1, np.ones_like(both)], 1))
+
+
+@lru_cache(4096)
+def in_one_piece(tokens: TokenSet, held: TokenSet) -> bool:
+    """Whether `tokens` lie one behind the other in a buffer of `held`, as attention reads them."""
+    if tokens == held:
+        return True
+    start, stop, stride = held.ranges.T
+    first = tokens.ranges[0, 0]
+    rows = np.flatnonzero((start <= first) & (first < stop) & ((first - start) % stride == 0))
+    if not rows.size:
+        return False
+    place = int(held.sizes[: rows[0]].sum() + (first - start[rows[0]]) // stride[rows[0]])
+    piece = held.cut(place, place + tokens.count)
+    return piece == tokens or bool(np.array_equal(piece.expand(), tokens.expand()))
+
+
+@lru_cache(4096)
+def repeats(tokens: TokenSet) -> bool:
+    """Whether a token stands in the set twice."""
+    ranges = tokens.ranges[np.argsort(tokens.ranges[:, 0], kind="stable")]
+    if (ranges[1:, 0] >= ranges[:-1, 1]).all():
+        return False
+    return len(np.unique(tokens.expand())) < tokens.count
 
 
 def _plain(tokens: TokenSet) -> bool:

@@ -4,16 +4,20 @@
 
 - every allowed (query, key) pair is computed exactly once for every query head, and its result reaches the owner of the
   query exactly once; backward likewise, for dq at the query's owner and for dk, dv at the key's;
-- sends match receives, in order; a batch completes only when all its members are posted, batches of a communicator
-  complete in order, nothing is sent to oneself, nothing is empty: and still every rank reaches its end;
-- a buffer is written before it is read, is not touched while a batch holds it, and temporaries are freed once;
+- sends match receives; two ranks post the batches that they share on a communicator in one order, and a batch completes
+  only when all its members are posted and those before it are done; nothing is sent to oneself, nothing is empty: and
+  still every rank reaches its end;
+- a buffer is written before it is read, is not touched while a batch holds it, and temporaries are freed once
+  (`memory.py`); it is what it is said to be (`declared.py`);
+- sums travel exact, and are rounded only when a rank's share, or the whole, is complete (`shares.py`);
 - what the exchange claims: no key or query travels to a rank that does not need it.
 
-Pairs are checked in closed form on ranges: memory grows with the tokens, never with the pairs.
+Pairs are checked in closed form on ranges: memory grows with the tokens, never with the pairs. docs/proof.md lists the
+rules with the plans that break them.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -21,10 +25,8 @@ from parallel.plan.ir import (
     Add,
     Attend,
     AttendBackward,
-    Buffer,
     Copy,
-    Free,
-    Heads,
+    Kind,
     MakeStats,
     Merge,
     Message,
@@ -36,25 +38,16 @@ from parallel.plan.ir import (
 )  # fmt: skip
 from parallel.plan.plan import DIRECTIONS, Plan
 from parallel.plan.tokens import TokenSet
-from parallel.proof.coverage import Block, coverage_fault, covered, meets, restrict
+from parallel.proof.contributions import Contributions
+from parallel.proof.coverage import Block, coverage_fault, covered, in_one_piece, restrict
+from parallel.proof.declared import check_declared
+from parallel.proof.memory import LSE, Content, Held, Memory, PlanError
 
+__all__ = ["PlanError", "verify"]
 
-class PlanError(ValueError):
-    """A plan that must not run."""
-
-
-@dataclass
-class _Content:
-    """What a buffer holds: which of its tokens x heads were written, and for sums, which blocks went in."""
-
-    written: list[tuple[TokenSet, Heads]] = field(default_factory=list)
-    blocks: list[tuple[Block, TokenSet, Heads]] = field(default_factory=list)  # block, restricted to tokens x heads
-    sending: list[tuple[TokenSet, Heads]] = field(default_factory=list)
-    receiving: list[tuple[TokenSet, Heads]] = field(default_factory=list)
-    freed: bool = False
-
-
-SUMS = ("partial", "out", "grad_q", "grad_kv")
+COMMS = ("cp", "cp_inner", "cp_outer")
+GRADIENTS: tuple[Kind, ...] = ("grad_q", "grad_kv")
+Key = tuple[str, int]  # a batch: communicator, number
 
 
 def verify(plan: Plan) -> None:
@@ -65,32 +58,40 @@ def verify(plan: Plan) -> None:
     """
     if len(plan.ranks) != plan.size:
         raise ValueError(f"the plan holds {len(plan.ranks)} of {plan.size} ranks; plan all of them to verify it")
+    left: list[dict[str, Content] | None] = [None] * plan.size
     for direction in DIRECTIONS:
-        programs = plan.programs(direction)
-        machine = _Machine(plan, direction, programs)
+        for rank, program in enumerate(plan.programs(direction)):
+            if program.rank != rank:
+                raise PlanError(f"{direction}: the program in place {rank} is rank {program.rank}'s")
+            check_declared(plan, direction, program, left[rank])
+        machine = _Machine(plan, direction, left)
         machine.run()
         if direction == "forward":
             _check_results(plan, machine, "out", of_queries=True)
         else:
             _check_results(plan, machine, "grad_q", of_queries=True)
             _check_results(plan, machine, "grad_kv", of_queries=False)
+        left = [memory.content for memory in machine.memories]
 
 
 class _Machine:
     """Runs all ranks' steps on symbols, under the strict transport's rules."""
 
-    def __init__(self, plan: Plan, direction: str, programs: list[Program]) -> None:
-        self.plan, self.direction, self.programs = plan, direction, programs
+    def __init__(self, plan: Plan, direction: str, left: list[dict[str, Content] | None]) -> None:
+        self.plan, self.direction, self.programs = plan, direction, plan.programs(direction)
         self.at = [0] * plan.size
-        self.content: list[dict[str, _Content]] = [{} for _ in programs]
-        self.posted: list[dict[tuple[str, int], Post]] = [{} for _ in programs]
-        self.order: list[dict[str, list[int]]] = [defaultdict(list) for _ in programs]
-        self.done: list[set[tuple[str, int]]] = [set() for _ in programs]
-        self.snapshots: dict[tuple[str, int, int, int, int], tuple[Message, _Content]] = {}
-        for program in programs:
-            for name, buffer in program.buffers.items():
-                held = buffer.role == "input" or (direction == "backward" and buffer.role == "saved")
-                self.content[program.rank][name] = _Content([(buffer.tokens, buffer.heads)] if held else [])
+        self.memories = [
+            Memory(program, direction, partial(self.fail, rank), left[rank])
+            for rank, program in enumerate(self.programs)
+        ]
+        self.shares = Contributions(plan, direction)
+        self.posted: list[dict[Key, Post]] = [{} for _ in self.programs]
+        self.to_post = [{(s.comm, s.batch) for s in p.steps if isinstance(s, Post)} for p in self.programs]
+        self.order: list[dict[str, list[int]]] = [defaultdict(list) for _ in self.programs]
+        # rank: (communicator, peer): the batches that hold messages between the two, with their places
+        self.shared: list[dict[tuple[str, int], dict[int, int]]] = [defaultdict(dict) for _ in self.programs]
+        self.done: list[set[Key]] = [set() for _ in self.programs]
+        self.sent: dict[tuple[Key, int, int], list[Held]] = {}  # batch, sender, number of its message: what it carries
 
     def fail(self, rank: int, rule: str) -> PlanError:
         program = self.programs[rank]
@@ -108,20 +109,15 @@ class _Machine:
                     moved = True
         for rank, program in enumerate(self.programs):
             if self.at[rank] < len(program.steps):
-                raise self.fail(rank, "never completes: a deadlock, or a message that its peer does not post")
-            self._check_end(rank, program)
-
-    def _check_end(self, rank: int, program: Program) -> None:
-        left = {key for key in self.posted[rank]} - self.done[rank]
-        if left:
-            raise self.fail(rank, f"batch {sorted(left)[0]} is never waited for")
-        for name, content in self.content[rank].items():
-            buffer = program.buffers[name]
-            if buffer.role == "temporary" and content.written and not content.freed:
-                raise self.fail(rank, f"temporary buffer {name} is never freed")
+                raise self.fail(rank, "never completes: ranks wait for each other")
+            left = set(self.posted[rank]) - self.done[rank]
+            if left:
+                raise self.fail(rank, f"batch {min(left)} is never waited for")
+            self.memories[rank].check_end()
 
     def _step(self, rank: int, step: Step) -> bool:
         """Do the step; False where it has to wait."""
+        memory = self.memories[rank]
         if isinstance(step, Wait):
             return self._wait(rank, step)
         if isinstance(step, Post):
@@ -133,146 +129,140 @@ class _Machine:
         elif isinstance(step, MakeStats):
             self._stats(rank, step)
         elif isinstance(step, Copy):
-            self._move(rank, step.source, step.into, step.tokens, step.heads, add=False)
+            self._copy(rank, step)
         elif isinstance(step, Add):
-            self._move(rank, step.source, step.into, step.tokens, step.heads, add=True)
+            kind = memory.buffer(step.source, *GRADIENTS).kind
+            memory.buffer(step.into, kind)
+            self._sum(memory, step.source, step.into, step.tokens, step.heads)
         elif isinstance(step, Merge):
-            source = self._buffer(rank, step.source)
-            self._move(rank, step.source, step.into, source.tokens, source.heads, add=True)
+            memory.buffer(step.into, "partial")
+            source = memory.buffer(step.source, "partial")
+            self._sum(memory, step.source, step.into, source.tokens, source.heads)
         else:
-            self._free(rank, step)
+            memory.free(step.buffer)
         return True
-
-    # buffers
-
-    def _buffer(self, rank: int, name: str) -> Buffer:
-        if name not in self.programs[rank].buffers:
-            raise self.fail(rank, f"buffer {name} is not declared")
-        return self.programs[rank].buffers[name]
-
-    def _read(self, rank: int, name: str, tokens: TokenSet, heads: Heads) -> _Content:
-        buffer, content = self._buffer(rank, name), self.content[rank][name]
-        if content.freed or meets(tokens, heads, content.receiving):
-            raise self.fail(rank, f"{name} is read {'after it was freed' if content.freed else 'while it is received'}")
-        self._within(rank, name, buffer, tokens, heads)
-        if not covered(tokens, heads, content.written):
-            raise self.fail(rank, f"{name} is read where nothing was written")
-        return content
-
-    def _write(self, rank: int, name: str, tokens: TokenSet, heads: Heads) -> _Content:
-        buffer, content = self._buffer(rank, name), self.content[rank][name]
-        if content.freed or meets(tokens, heads, content.sending) or meets(tokens, heads, content.receiving):
-            why = "after it was freed" if content.freed else "while a batch holds it"
-            raise self.fail(rank, f"{name} is written {why}")
-        if buffer.role == "input" or (self.direction == "backward" and buffer.role == "saved"):
-            raise self.fail(rank, f"{name} is an input and must not be written")
-        self._within(rank, name, buffer, tokens, heads)
-        return content
-
-    def _within(self, rank: int, name: str, buffer: Buffer, tokens: TokenSet, heads: Heads) -> None:
-        inside = buffer.heads[0] <= heads[0] < heads[1] <= buffer.heads[1]
-        if not inside or not covered(tokens, heads, [(buffer.tokens, buffer.heads)]):
-            raise self.fail(rank, f"{name} does not hold {tokens} x heads {heads}")
-
-    def _free(self, rank: int, step: Free) -> None:
-        content = self.content[rank].get(step.buffer)
-        buffer = self._buffer(rank, step.buffer)
-        if content is None or content.freed or content.sending or content.receiving or buffer.role != "temporary":
-            raise self.fail(rank, f"{step.buffer} is freed twice, while a batch holds it, or is no temporary")
-        content.freed = True
 
     # computing
 
     def _attend(self, rank: int, step: Attend) -> None:
+        memory = self.memories[rank]
         block = self._block(rank, step)
-        content = self._write(rank, step.into, step.q_tokens, step.heads)
-        self._fill_sums(rank, step.into)
-        content.blocks.append((block, step.q_tokens, step.heads))
+        self._lies_together(memory, step.into, step.q_tokens, "partial")
+        memory.add_to(step.into, step.q_tokens, step.heads, [(block, step.q_tokens, step.heads)])
 
     def _attend_backward(self, rank: int, step: AttendBackward) -> None:
+        memory, key_heads = self.memories[rank], self.plan.shape.key_heads(step.heads)
         block = self._block(rank, step)
+        grad_out, stats = memory.buffer(step.grad_out, "grad_out"), memory.buffer(step.stats, "stats")
+        if (grad_out.tokens, grad_out.heads) != (stats.tokens, stats.heads):
+            raise self.fail(rank, f"{step.grad_out} and {step.stats} hold different tokens or heads")
         for name in (step.grad_out, step.stats):
-            self._read(rank, name, step.q_tokens, step.heads)
-        key_heads = self.plan.shape.key_heads(step.heads)
-        for name, tokens, heads in ((step.into_q, step.q_tokens, step.heads), (step.into_kv, step.k_tokens, key_heads)):
-            content = self._write(rank, name, tokens, heads)
-            self._fill_sums(rank, name)
-            content.blocks.append((block, tokens, heads))
+            self._lies_together(memory, name, step.q_tokens)
+            memory.read(name, step.q_tokens, step.heads)
+        self._lies_together(memory, step.into_q, step.q_tokens, "grad_q")
+        memory.add_to(step.into_q, step.q_tokens, step.heads, [(block, step.q_tokens, step.heads)])
+        self._lies_together(memory, step.into_kv, step.k_tokens, "grad_kv")
+        memory.add_to(step.into_kv, step.k_tokens, key_heads, [(block, step.k_tokens, key_heads)])
 
     def _block(self, rank: int, step: Attend | AttendBackward) -> Block:
-        if not (step.q_tokens.ascending and step.k_tokens.ascending):
-            raise self.fail(rank, "attention needs tokens in the sequence's order")
-        self._read(rank, step.q, step.q_tokens, step.heads)
-        self._read(rank, step.kv, step.k_tokens, self.plan.shape.key_heads(step.heads))
-        return Block(step.q_tokens, step.k_tokens, step.heads)
+        memory = self.memories[rank]
+        for side, tokens in (("queries", step.q_tokens), ("keys", step.k_tokens)):
+            if not tokens.ascending:
+                raise self.fail(rank, f"attention needs {side} in the sequence's order")
+        memory.read(step.q, step.q_tokens, step.heads)
+        memory.read(step.kv, step.k_tokens, self.plan.shape.key_heads(step.heads))
+        self._lies_together(memory, step.q, step.q_tokens, "q")
+        self._lies_together(memory, step.kv, step.k_tokens, "kv")
+        return Block(step.q_tokens, step.k_tokens, step.heads, rank, self.at[rank])
+
+    def _lies_together(self, memory: Memory, name: str, tokens: TokenSet, *kinds: Kind) -> None:
+        if tokens.count and not in_one_piece(tokens, memory.buffer(name, *kinds).tokens):
+            raise memory.fail(f"{tokens} do not lie in one piece in {name}, where attention reads or writes them")
 
     def _stats(self, rank: int, step: MakeStats) -> None:
-        buffer = self._buffer(rank, step.partial)
-        self._read(rank, step.partial, buffer.tokens, buffer.heads)
-        self._read(rank, step.grad_out, buffer.tokens, buffer.heads)
-        self._write(rank, step.into, buffer.tokens, buffer.heads).written.append((buffer.tokens, buffer.heads))
+        memory = self.memories[rank]
+        buffer, into = memory.buffer(step.partial, "partial"), memory.buffer(step.into, "stats")
+        grad_out = memory.buffer(step.grad_out, "grad_out")
+        if not (buffer.tokens, buffer.heads) == (grad_out.tokens, grad_out.heads) == (into.tokens, into.heads):
+            raise self.fail(rank, f"stats of {step.partial} need a dout and room for the same tokens and heads")
+        if not buffer.kept:
+            raise self.fail(rank, f"stats of {step.partial}, which is not what forward finished")
+        memory.read(step.partial, buffer.tokens, buffer.heads)
+        memory.read(step.grad_out, buffer.tokens, buffer.heads)
+        memory.put(step.into, buffer.tokens, buffer.heads, [])
 
-    def _fill_sums(self, rank: int, name: str) -> None:
-        """A sum starts as zero (or the identity of merging), all of it, at its first use."""
-        buffer, content = self.programs[rank].buffers[name], self.content[rank][name]
-        if not content.written:
-            content.written.append((buffer.tokens, buffer.heads))
+    # moving within a rank
 
-    def _move(self, rank: int, source: str, into: str, tokens: TokenSet, heads: Heads, add: bool) -> None:
-        if self._buffer(rank, source).kind in SUMS:
-            self._touch_sum(rank, source)
-        held = self._read(rank, source, tokens, heads)
-        content = self._write(rank, into, tokens, heads)
-        if add:
-            self._fill_sums(rank, into)
-        elif (
-            self._buffer(rank, source).exact
-            and not self._buffer(rank, into).exact
-            and self._buffer(rank, into).kind == "kv"
-        ):
-            raise self.fail(rank, f"{source} would be rounded on its way into {into}")
-        else:
-            content.written.append((tokens, heads))
-        content.blocks += restrict(held.blocks, tokens, heads)
+    def _sum(self, memory: Memory, source: str, into: str, tokens: TokenSet, heads: tuple[int, int]) -> None:
+        held = memory.read(source, tokens, heads)
+        memory.add_to(into, tokens, heads, restrict(held.blocks, tokens, heads))
 
-    def _touch_sum(self, rank: int, name: str) -> None:
-        if self.programs[rank].buffers[name].role != "input":
-            self._fill_sums(rank, name)
+    def _copy(self, rank: int, step: Copy) -> None:
+        memory = self.memories[rank]
+        source, into = memory.buffer(step.source), memory.buffer(step.into)
+        if into.kind != source.kind and (source.kind, into.kind) != ("partial", "out"):
+            raise self.fail(rank, f"{step.source} holds {source.kind}, which cannot be copied as {into.kind}")
+        held = memory.read(step.source, step.tokens, step.heads)
+        blocks = restrict(held.blocks, step.tokens, step.heads)
+        fault = self.shares.rounding_fault(
+            (source.kind, source.exact), (into.kind, into.exact), step.tokens, step.heads, blocks
+        )
+        if fault:
+            raise self.fail(rank, f"the copy into {step.into} would round {fault}")
+        memory.put(step.into, step.tokens, step.heads, blocks)
 
     # messages
 
     def _post(self, rank: int, step: Post) -> None:
-        key = (step.comm, step.batch)
+        key, memory = (step.comm, step.batch), self.memories[rank]
+        if step.comm not in COMMS:
+            raise self.fail(rank, f"communicator {step.comm} is not there; use one of {', '.join(COMMS)}")
         if key in self.posted[rank]:
             raise self.fail(rank, f"batch {step.batch} is posted twice on {step.comm}")
-        for message in step.sends:
+        if not step.sends and not step.recvs:
+            raise self.fail(rank, f"batch {step.batch} holds no message")
+        for number, message in enumerate(step.sends):
             self._check_message(rank, message)
-            if self._buffer(rank, message.buffer).kind in SUMS:
-                self._touch_sum(rank, message.buffer)
-            self._read(rank, message.buffer, message.tokens, message.heads).sending.append(
-                (message.tokens, message.heads)
+            buffer = memory.buffer(message.buffer)
+            if not {f.name for f in fields_of(message.kind)} <= {f.name for f in fields_of(buffer.kind)}:
+                raise self.fail(rank, f"{message.buffer} holds no {message.kind} to send")
+            held = memory.read(message.buffer, message.tokens, message.heads)
+            blocks = restrict(held.blocks, message.tokens, message.heads)
+            fault = self.shares.rounding_fault(
+                (buffer.kind, buffer.exact), (message.kind, message.exact), message.tokens, message.heads, blocks
             )
+            if fault:
+                raise self.fail(rank, f"the message to rank {message.peer} would round {fault}")
+            held.sending.append((message.tokens, message.heads))
+            self.sent[key, rank, number] = blocks
         for message in step.recvs:
             self._check_message(rank, message)
-            held = self._write(rank, message.buffer, message.tokens, message.heads)
+            memory.buffer(message.buffer, message.kind)
+            held = memory.write(message.buffer, message.tokens, message.heads)
             held.receiving.append((message.tokens, message.heads))
         self.posted[rank][key] = step
         self.order[rank][step.comm].append(step.batch)
+        for peer in _peers(step):
+            shared = self.shared[rank][step.comm, peer]
+            shared[step.batch] = len(shared)
 
     def _check_message(self, rank: int, message: Message) -> None:
-        if message.peer == rank or not 0 <= message.peer < self.plan.size:
-            raise self.fail(rank, f"a message to or from rank {message.peer}; a rank copies to itself")
+        if not 0 <= message.peer < self.plan.size:
+            raise self.fail(rank, f"a message to or from rank {message.peer} of {self.plan.size}")
+        if message.peer == rank:
+            raise self.fail(rank, "a message to or from itself; a rank copies to itself")
         if message.tokens.count == 0 or message.heads[1] <= message.heads[0]:
             raise self.fail(rank, f"an empty message to or from rank {message.peer}")
-        kinds = {f.name for f in fields_of(self._buffer(rank, message.buffer).kind)}
-        if not {f.name for f in fields_of(message.kind)} <= kinds:
-            raise self.fail(rank, f"{message.buffer} holds no {message.kind}")
+        if message.kind in LSE and not message.exact:
+            raise self.fail(rank, f"a message of {message.kind} carries log-sum-exps and must be exact")
 
     def _wait(self, rank: int, step: Wait) -> bool:
         key = (step.comm, step.batch)
         mine = self.posted[rank].get(key)
-        if mine is None or key in self.done[rank]:
-            raise self.fail(rank, f"batch {step.batch} on {step.comm} was not posted, or was waited for before")
+        if mine is None:
+            raise self.fail(rank, f"batch {step.batch} on {step.comm} was not posted")
+        if key in self.done[rank]:
+            raise self.fail(rank, f"batch {step.batch} on {step.comm} was waited for before")
         for earlier in self.order[rank][step.comm]:
             if earlier == step.batch:
                 break
@@ -282,44 +272,57 @@ class _Machine:
             return False
         self.done[rank].add(key)
         for message in mine.sends:
-            self._snapshot(rank, key, message, mine)
-            self.content[rank][message.buffer].sending.remove((message.tokens, message.heads))
+            self.memories[rank].content[message.buffer].sending.remove((message.tokens, message.heads))
         for number, message in enumerate(mine.recvs):
             self._receive(rank, key, number, message)
         return True
 
-    def _complete(self, rank: int, key: tuple[str, int]) -> bool:
+    def _complete(self, rank: int, key: Key) -> bool:
         """Whether every peer has posted the same batch, with what matches this rank's messages in order."""
         mine = self.posted[rank][key]
-        for peer in {message.peer for message in (*mine.sends, *mine.recvs)}:
+        for peer in _peers(mine):
+            if key not in self.to_post[peer]:
+                raise self.fail(rank, f"rank {peer} never posts batch {key[1]} on {key[0]}")
             other = self.posted[peer].get(key)
             if other is None:
                 return False
-            for a, b, sender in ((mine.sends, other.recvs, rank), (other.sends, mine.recvs, peer)):
-                out = [m for m in a if m.peer == (peer if sender == rank else rank)]
-                back = [m for m in b if m.peer == sender]
-                if [_wire(m) for m in out] != [_wire(m) for m in back]:
-                    raise self.fail(rank, f"what rank {sender} sends in batch {key[1]} is not what its peer receives")
+            place, there = self.shared[rank][key[0], peer], self.shared[peer][key[0], rank]
+            if key[1] in there and place[key[1]] != there[key[1]]:
+                raise self.fail(rank, f"rank {peer} posts batch {key[1]} in another order of those that the two share")
+            self._match(rank, key, rank, peer, mine, other)
+            self._match(rank, key, peer, rank, other, mine)
         return True
 
-    def _snapshot(self, rank: int, key: tuple[str, int], message: Message, post: Post) -> None:
-        number = [m for m in post.sends if m.peer == message.peer].index(message)
-        where = (*key, rank, message.peer, number)
-        if where not in self.snapshots:
-            held = self.content[rank][message.buffer]
-            copied = _Content(blocks=restrict(held.blocks, message.tokens, message.heads))
-            self.snapshots[where] = (message, copied)
+    def _match(self, rank: int, key: Key, sender: int, receiver: int, post: Post, other: Post) -> None:
+        """What one rank sends to another in a batch is what that one receives."""
+        out = [m for m in post.sends if m.peer == receiver]
+        back = [m for m in other.recvs if m.peer == sender]
+        what = f"rank {sender} sends rank {receiver} in batch {key[1]}"
+        if len(out) != len(back):
+            raise self.fail(rank, f"{what} {len(out)} messages, and {len(back)} are received")
+        for a, b in zip(out, back):
+            if a.kind != b.kind:
+                raise self.fail(rank, f"{what} {a.kind}, and {b.kind} is received")
+            if a.tokens != b.tokens:
+                raise self.fail(rank, f"{what} {a.kind} of {a.tokens}, and {b.tokens} is received")
+            if a.heads != b.heads:
+                raise self.fail(rank, f"{what} {a.kind} of heads {a.heads}, and heads {b.heads} are received")
+            if a.exact != b.exact:
+                raise self.fail(rank, f"{what} {a.kind} with exact={a.exact}, and it is received with {b.exact}")
 
-    def _receive(self, rank: int, key: tuple[str, int], number: int, message: Message) -> None:
-        peer_post = self.posted[message.peer][key]
+    def _receive(self, rank: int, key: Key, number: int, message: Message) -> None:
+        memory, post = self.memories[rank], self.posted[message.peer][key]
         before = sum(m.peer == message.peer for m in self.posted[rank][key].recvs[:number])
-        sent = [m for m in peer_post.sends if m.peer == rank][before]
-        self._snapshot(message.peer, key, sent, peer_post)
-        _, held = self.snapshots[(*key, message.peer, rank, before)]
-        content = self.content[rank][message.buffer]
-        content.receiving.remove((message.tokens, message.heads))
-        content.written.append((message.tokens, message.heads))
-        content.blocks += held.blocks
+        to_me = [i for i, m in enumerate(post.sends) if m.peer == rank]
+        blocks = self.sent[key, message.peer, to_me[before]]
+        buffer = memory.buffer(message.buffer)
+        fault = self.shares.rounding_fault(
+            (message.kind, message.exact), (buffer.kind, buffer.exact), message.tokens, message.heads, blocks
+        )
+        if fault:
+            raise self.fail(rank, f"what rank {message.peer} sends into {message.buffer} would round {fault}")
+        memory.content[message.buffer].receiving.remove((message.tokens, message.heads))
+        memory.put(message.buffer, message.tokens, message.heads, blocks)
         if self.plan.sends_only_needed and message.kind in ("kv", "q"):
             self._check_needed(rank, key[0], message)
 
@@ -339,8 +342,8 @@ class _Machine:
             raise self.fail(rank, f"{message.kind} from rank {message.peer} holds tokens that nothing here needs")
 
 
-def _wire(message: Message) -> tuple[str, bytes, Heads, bool]:
-    return message.kind, message.tokens.key, message.heads, message.exact
+def _peers(post: Post) -> set[int]:
+    return {message.peer for message in (*post.sends, *post.recvs)}
 
 
 def _short(step: Step | str) -> str:
@@ -353,14 +356,19 @@ def _short(step: Step | str) -> str:
 
 def _check_results(plan: Plan, machine: _Machine, what: str, of_queries: bool) -> None:
     """Every owner's result holds each allowed pair of its tokens exactly once, for each head."""
-    sight = plan.sight
     for program in machine.programs:
-        own = plan.placement.sets[program.rank]
-        name = program.results[what]
-        buffer, content = program.buffers[name], machine.content[program.rank][name]
-        full = (0, plan.shape.H if of_queries else plan.shape.Hkv)
-        if buffer.tokens != own or buffer.heads != full:
-            raise PlanError(f"rank {program.rank}: {what} covers {buffer.tokens} x {buffer.heads}, not {own} x {full}")
-        fault = coverage_fault(sight, own, full, content.blocks, of_queries, plan.shape.group)
-        if fault:
-            raise PlanError(f"{machine.direction}, rank {program.rank}, {what}: {fault}")
+        _check_result(plan, machine, program, what, of_queries)
+
+
+def _check_result(plan: Plan, machine: _Machine, program: Program, what: str, of_queries: bool) -> None:
+    own, name = plan.placement.sets[program.rank], program.results[what]
+    buffer, content = program.buffers[name], machine.memories[program.rank].content[name]
+    where = f"{machine.direction}, rank {program.rank}, {what}"
+    full = (0, plan.shape.H if of_queries else plan.shape.Hkv)
+    if buffer.tokens != own or buffer.heads != full:
+        raise PlanError(f"{where}: {name} covers {buffer.tokens} x {buffer.heads}, not {own} x {full}")
+    if own.count and not covered(own, full, content.written):
+        raise PlanError(f"{where}: {name} is not written everywhere")
+    fault = coverage_fault(plan.sight, own, full, content.blocks, of_queries, plan.shape.group)
+    if fault:
+        raise PlanError(f"{where}: {fault}")

@@ -127,7 +127,7 @@ class Execution:
         if buffer.kind in SUMS:
             for part in parts:
                 held.tensors[part.name].fill_(-float("inf") if part.name == "lse" else 0)
-            if name == "acc" and self.options.sink is not None:
+            if buffer.role == "accumulator" and self.options.sink is not None:
                 sink = self.options.sink[buffer.heads[0] : buffer.heads[1]]
                 held.tensors["lse"].copy_(sink.detach()[:, None].expand_as(held.tensors["lse"]))
         return held
@@ -339,10 +339,11 @@ class Execution:
 
 def saved_buffers(run: Execution, dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
     """What backward needs of a forward run: the queries and keys it attended, out in the model's dtype, and lse."""
-    names = run.bound.programs["backward"].buffers
-    kept = {name: run.get(name).tensors for name, buffer in names.items() if buffer.role == "saved" and name != "acc"}
-    acc = run.get("acc").tensors
-    return {**kept, "acc": {"out": acc["out"].to(dtype), "lse": acc["lse"]}}
+    buffers = run.bound.programs["backward"].buffers
+    kept = {name: run.get(name).tensors for name, buffer in buffers.items() if buffer.kept}
+    for name in run.bound.programs["backward"].accumulators:
+        kept[name] = {**kept[name], "out": kept[name]["out"].to(dtype)}
+    return kept
 
 
 def _view(flat: Tensor, part: WireField) -> Tensor:

@@ -32,7 +32,7 @@ class Groups:
         self._groups: dict[str, dist.ProcessGroup | None] = dict.fromkeys(GROUPS)
         if mesh.world == 1:
             return
-        warm = torch.zeros(1, device=device)
+        warm = torch.zeros(1, dtype=torch.float32, device=device)
         if dist.get_world_size() != mesh.world:
             raise ValueError(f"torch.distributed has {dist.get_world_size()} ranks and the mesh {mesh.world}")
         for name, axes in GROUPS.items():

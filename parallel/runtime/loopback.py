@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kernels.attention.autograd import scale_of
-from kernels.attention.rounds import choose_rounds
+from kernels.attention.backends import choose_rounds
+from kernels.attention.problem import scale_of
 from parallel.plan.ir import Step
 from parallel.plan.plan import Plan
 from parallel.runtime.bind import BoundPlan, token_index
@@ -72,9 +72,10 @@ def run_loopback(
     runs = _run(bound, "forward", given, options, pools, result, backend, rules)
     for run, at, one in zip(runs, index, bound):
         result.out[at] = run.held[one.programs["forward"].results["out"]].tensors["out"].to(q.dtype)
-        acc = one.programs["forward"].buffers["acc"]
-        where = token_index(acc.tokens, q.device)
-        result.lse[acc.heads[0] : acc.heads[1], where] = run.get("acc").tensors["lse"]
+        for name in one.programs["forward"].accumulators:
+            acc = one.programs["forward"].buffers[name]
+            where = token_index(acc.tokens, q.device)
+            result.lse[acc.heads[0] : acc.heads[1], where] = run.get(name).tensors["lse"]
     if dout is not None:
         saved = [
             saved_buffers(run, q.dtype) | {"grad_out": {"dout": dout[at].contiguous()}} for run, at in zip(runs, index)

@@ -6,7 +6,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch
 from bench.kernels import gpu_contenders
 from bench.kernels.gpu_page import correctness_rows, forward_flops, speed_rows
 from kernels.attention.backends import BACKENDS
+from kernels.attention.problem import Problem
 from kernels.attention.torch_backend import attention_torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,8 +40,8 @@ def test_correctness_rows_tell_right_from_wrong(monkeypatch: pytest.MonkeyPatch)
     assert [row["direction"] for row in rows] == ["out", "dq", "dk", "dv"]
     assert all(row["right"] and 0 < row["plain_error"] < 0.2 for row in rows)
 
-    def wrong(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = attention_torch(*arguments)
+    def wrong(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = attention_torch(problem)
         return out * 1.2, lse
 
     monkeypatch.setitem(BACKENDS, "wrong", dataclasses.replace(BACKENDS["torch"], attention=wrong))

@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data.loader
 from data.batch import IGNORE, PackedBatch, build_batch
 from data.config import DataConfig
 from data.loader import PackedLoader
 from data.packing import PACKINGS, Piece
 from data.sources.mixes import MIXES
-from data.sources.table import OPENERS
+from data.sources.table import OPENERS, open_tokenizer
 
 BYTES = torch.tensor([1] * 256 + [0] * 2)  # bytes of text that each id stands for
 SIZES = [0, 1, 2, 3, 7, 13, 30, 31, 64, 100, 5, 6, 11, 40, 17, 9, 23, 1, 2, 19]  # bytes; rows hold 32 tokens
@@ -148,6 +149,22 @@ def test_every_document_is_seen_exactly_once_per_epoch(packing: str, corpus: Pat
     for epoch in (0, 1, 2):
         assert sorted(seen[epoch]) == expected
     assert seen[0] != seen[1]  # another order each time
+
+
+@pytest.mark.parametrize("lookahead", [1, 6, 500])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_an_epoch_is_over_when_its_last_token_was_given_out(packing: str, lookahead: int, corpus: Path) -> None:
+    """Not when the packer has pulled it: with a long look-ahead that is many steps, and passes, earlier."""
+    loader = PackedLoader(config_of(corpus, packing=packing, lookahead=lookahead, rows=2), 258, 5)
+    assert loader.indices is not None and (loader.epoch, loader.epochs) == (0, {"files": 0})
+    size = sum(loader.source.length(int(d)) for d in loader.indices)
+    given: Counter[int] = Counter()
+    while given[3] < size:
+        for d in loader.batch(loader.step).documents:
+            given[d.epoch] += d.stop - d.start
+        over = sum(tokens == size for tokens in given.values())
+        assert loader.epoch == loader.epochs["files"] == loader.state_dict()["epochs"]["files"] == over
+    assert over >= 1
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -290,6 +307,24 @@ def test_a_state_of_another_corpus_seed_split_or_format_is_refused(corpus: Path,
         PackedLoader(config_of(corpus), 258, 0, "eval").load_state_dict(state)
     with pytest.raises(ValueError, match="format None"):
         PackedLoader(config_of(corpus), 258, 0).load_state_dict({})
+
+
+def test_the_states_format_is_pinned(corpus: Path) -> None:
+    """A checkpoint of an earlier version is read as what it is: raise the number where its meaning changes."""
+    state = PackedLoader(config_of(corpus), 258, 0).state_dict()
+    assert state["format"] == 2
+    assert set(state) == {"format", "fingerprint", "step", "epochs", "order", "pending"}
+
+
+def test_a_tokenizer_that_knows_no_bytes_trains_and_counts_none(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_bytes(config: DataConfig) -> Any:
+        found = open_tokenizer(config)
+        found.token_bytes = None
+        return found
+
+    monkeypatch.setattr(data.loader, "open_tokenizer", without_bytes)
+    batch = PackedLoader(config_of(corpus), 258, 0).batch(0)
+    assert batch.token_bytes is None and batch.predicted_bytes == 0 < batch.label_tokens
 
 
 def test_the_state_is_small() -> None:

@@ -85,4 +85,4 @@ def test_a_single_pass_ends_and_a_seek_returns_to_any_place() -> None:
 def test_documents_without_end_come_once_in_their_order() -> None:
     order = DocumentOrder(Named("x"), None, 0)
     assert [p.document for _ in range(5) if (p := order.pull())] == [0, 1, 2, 3, 4]
-    assert order.epoch == 0
+    assert order.epoch == order.passes == 0

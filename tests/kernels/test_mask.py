@@ -105,7 +105,7 @@ def test_more_queries_than_keys_begin_blind() -> None:
         (([0, 2], None, True, 0), "window=0"),
         (([0, 2], None, True, (-2, 0)), "below -1"),
         ((torch.tensor([0.0, 2.0]),), "float32"),
-        ((torch.tensor([[0, 2]]),), "2-D"),
+        ((torch.tensor([[0, 2]]),), r"1-D int32 tensor, not \(1, 2\)"),
         (([0, 9], None, True, None, None, 5), "total_q is 5, but cu_seqlens_q ends at 9"),
     ],
 )

@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def rough(*shape: int) -> Tensor:

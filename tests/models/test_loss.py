@@ -3,9 +3,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.loss import check_labels, chunked_cross_entropy
+from models.loss import check_labels, chunked_cross_entropy, cross_entropy_backward_op, cross_entropy_op
 
 
 def plain(hidden, weight, labels, softcap=None):
@@ -98,6 +99,40 @@ def test_values_do_not_need_gradients():
         wanted = torch.autograd.grad(plain(hidden, weight, labels).sum(), (hidden, weight))[1 - frozen]
         torch.testing.assert_close(inputs[1 - frozen].grad, wanted, rtol=0, atol=1e-12)
         assert inputs[frozen].grad is None
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("softcap", [None, 1.7])
+def test_the_operator_of_a_compilers_graph_is_the_same_loss(ignored, softcap):
+    """What torch.compile sees: shapes without numbers, gradients, and none where none is wanted."""
+    hidden, weight, labels, upstream = draw(9, 11, 3, ignored)
+    options = (4, softcap, torch.float64, 1 << 20)
+    opcheck(cross_entropy_op, (hidden, weight, labels, *options))
+    nll, lse = cross_entropy_op(hidden, weight, labels, *options)
+    want = plain(hidden, weight, labels, softcap)
+    torch.testing.assert_close(nll, want, rtol=1e-12, atol=1e-12)
+    assert lse.shape == labels.shape and not lse[int((labels >= 0).sum()) :].any()
+    both = torch.autograd.grad(want, (hidden, weight), upstream, retain_graph=True)
+    for a, b in zip(torch.autograd.grad(nll, (hidden, weight), upstream), both):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    given = tuple(x.detach() for x in (upstream, hidden, weight, labels, lse))
+    for wanted in ((True, True), (True, False), (False, True), (False, False)):
+        opcheck(cross_entropy_backward_op, (*given, *options, *wanted))
+        found = cross_entropy_backward_op(*given, *options, *wanted)
+        for grad, right, want in zip(found, both, wanted):
+            torch.testing.assert_close(grad, right if want else right.new_empty(0), rtol=1e-12, atol=1e-12)
+    for frozen in (0, 1):
+        inputs = [x.detach().requires_grad_(i != frozen) for i, x in enumerate((hidden, weight))]
+        cross_entropy_op(*inputs, labels, *options)[0].backward(upstream)
+        assert inputs[frozen].grad is None
+        torch.testing.assert_close(inputs[1 - frozen].grad, both[1 - frozen], rtol=1e-12, atol=1e-12)
+
+
+def test_the_least_settings_are_good_ones():
+    hidden, weight, labels, _ = draw(5, 7, 3)
+    for settings_ in ({"chunk": 1}, {"budget_bytes": 1}):
+        found = chunked_cross_entropy(hidden, weight, labels, **settings_)
+        torch.testing.assert_close(found, plain(hidden, weight, labels), rtol=1e-12, atol=1e-12)
 
 
 def test_autocast_rounds_operands_and_nothing_else():

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+import types
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 
 import training.export as export
 import training.loop as loop
+from data.config import DataConfig
+from data.sources.table import open_tokenizer
 from models.attend import local_attend
 from models.config import ModelConfig
 from models.decoder import Decoder
@@ -22,6 +26,7 @@ from models.hf.config import read_config
 from models.hf.files import CheckpointError, open_folder
 from tests.checkpoints import FAMILIES, load_back, load_decoder, save, theirs
 from tests.data.conftest import train as train_tokenizer
+from tests.data.conftest import write_ranks
 from training.config import Config, ConfigError, Resume
 from training.export import export_run, find_source, main
 from training.record.checkpoint import complete_checkpoints
@@ -195,6 +200,64 @@ def test_tokenizer_files_and_special_tokens_come_from_the_checkpoint(make_config
     out = export_run(tmp_path / "run", out=tmp_path / "alone", console=QUIET)
     assert not (out / "tokenizer.json").exists() and "is gone" in (out / "README.md").read_text()
     assert json.loads((out / "config.json").read_text())["eos_token_id"] is None
+
+
+def in_parts(folder: Path, tokenizer: Path) -> None:
+    """The vocabulary of a tokenizer.json as vocab.json and merges.txt."""
+    model = json.loads(tokenizer.read_text())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"], indent=1))
+    pairs = (pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"])
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(pairs) + "\n")
+
+
+# what lies in the start folder; how the run spelled the tokenizer that it read ({} is where the run's own lies)
+FOLDERS = ("json", "parts", "model", "ranks")
+SPELLINGS = ("absolute", "relative", "folder", "link", "link to the folder")
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_only_the_tokenizer_that_the_run_read_is_carried(kind, spelling, same, tmp_path, monkeypatch):
+    start, own = tmp_path / "start", tmp_path / "own"
+    start.mkdir()
+    own.mkdir()
+    (start / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    ranks = kind in ("model", "ranks")
+    name = "qwen.tiktoken" if ranks else "tokenizer.json"
+    tokenizer = train_tokenizer(own / "tokenizer.json", "qwen", ["<|endoftext|>"], ids=299)
+    if ranks:
+        write_ranks(tokenizer, own / name)
+        (own / "tokenizer.json").unlink()
+    if kind == "parts":
+        in_parts(start, own / name)
+    else:
+        shutil.copyfile(own / name, start / {"json": "tokenizer.json", "model": "tokenizer.model"}.get(kind, name))
+    if not same:  # the run read another, of the same kind
+        train_tokenizer(own / "tokenizer.json", "qwen", ["<|endoftext|>"], ids=290)
+        if ranks:
+            write_ranks(Tokenizer.from_file(str(own / "tokenizer.json")), own / name)
+            (own / "tokenizer.json").unlink()
+    (tmp_path / "linked").symlink_to(own)
+    (tmp_path / f"link-{name}").symlink_to(own / name)
+    monkeypatch.chdir(tmp_path)
+    spelled = {
+        "absolute": own / name,
+        "relative": f"own/../own/{name}",
+        "folder": f"own/{name}" if ranks else "own/",
+        "link": f"link-{name}",
+        "link to the folder": f"linked/{name}" if ranks else "linked",
+    }[spelling]
+    config = DataConfig(tokenizer=str(spelled), tokenizer_pattern="qwen" if ranks else None)
+    sha256 = open_tokenizer(config).identity["sha256"]
+    data = {**dataclasses.asdict(config), "tokenizer_sha256": sha256}
+    model = types.SimpleNamespace(path=str(start), vocab_size=400)
+    special, carried, note = export._tokenizer(types.SimpleNamespace(config={"data": data}, model=model))
+    if same:
+        assert special["eos_token_id"] == 7 and "where training started" in note
+        assert {path.name for path in carried} >= ({"vocab.json", "merges.txt"} if kind == "parts" else set())
+    else:
+        assert (special, carried) == ({}, []) and "start has another tokenizer" in note
 
 
 def test_run_on_bytes_does_not_carry_the_checkpoint_s_tokenizer(make_config, tmp_path):

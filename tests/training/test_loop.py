@@ -70,6 +70,29 @@ def test_twenty_steps_straight_equal_ten_and_ten_bitwise(make_config, tmp_path, 
     assert read_metrics(tmp_path / "b" / "metrics.jsonl")[-1]["data/epoch"] >= 1
 
 
+def test_an_epoch_is_counted_when_it_was_trained_on(make_config, tmp_path, monkeypatch):
+    """The packer looks 256 documents ahead, three passes of this corpus; it takes ten steps to train on one."""
+    given: list[dict[int, int]] = []
+    original = loop.forward_backward
+
+    def spy(model, batch: PackedBatch, *rest):
+        given.append({})
+        for d in batch.documents:
+            given[-1][d.epoch] = given[-1].get(d.epoch, 0) + d.stop - d.start
+        return original(model, batch, *rest)
+
+    monkeypatch.setattr(loop, "forward_backward", spy)
+    config = make_config(run={"steps": 24})
+    loader = loop.open_loaders(config)[0]
+    assert loader.indices is not None and config.data.lookahead > 2 * len(loader.indices)
+    size = sum(loader.source.length(int(d)) for d in loader.indices)
+    run(config)
+    for step, row in enumerate(read_metrics(tmp_path / "run" / "metrics.jsonl"), 1):
+        done = [sum(found.get(epoch, 0) for found in given[:step]) == size for epoch in range(9)]
+        assert row["data/epoch"] == sum(done), step
+    assert row["data/epoch"] >= 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_finishes_the_step_saves_and_the_run_goes_on_bitwise(make_config, tmp_path, monkeypatch, number):
     run(make_config(run={"dir": str(tmp_path / "a")}))

@@ -10,6 +10,7 @@ from parallel.strategy import load_strategy, preset_names
 from tests.training.start.test_launch import command
 from tests.training.start.test_ranks import SLOW, WEIGHTS, gradients, held_out, rows, train, train_poisoned
 from training.config import Precision
+from training.record.metrics import METRICS
 
 CONTEXT = [name for name in preset_names() if load_strategy(name).exchange != "none"]
 
@@ -43,9 +44,23 @@ def test_losses_equal_one_process(ranks, make_config, tmp_path, straight, name):
     assert ranks.run(train, config, world=4) == [(8, None)] * 4
     compare(tmp_path / "four", straight, 8, 1e-5)
     found = rows(tmp_path / "four")
-    sent = {key: value for row in found for key, value in row.items() if key.startswith("comm/bytes/")}
-    assert any("intra" in key for key in sent) and all(value > 0 for value in sent.values())
+    for row, alone in zip(found, rows(straight)):
+        assert row.keys() == alone.keys()
+        sent, kept = ({k: v for k, v in r.items() if k.startswith("comm/bytes/")} for r in (row, alone))
+        assert any(v > 0 for k, v in sent.items() if "intra" in k) and not any(kept.values())
+        assert not any(v for k, v in sent.items() if "inter" in k)  # the four are one node
     assert all(row["plan/imbalance"] >= 1 for row in found)
+
+
+def test_every_preset_reports_the_same_numbers(make_config, tmp_path):
+    """A column of one run is a column of every run: what nothing moved is 0, what only auto knows is null."""
+    wanted = {name for name in METRICS if name.startswith(("comm/bytes/", "plan/"))}
+    keys = {}
+    for name in preset_names():
+        train(make_config(strategy=strategy(name), run={"steps": 1, "dir": str(tmp_path / name)}))
+        keys[name] = rows(tmp_path / name)[0].keys()
+        assert keys[name] >= wanted
+    assert all(found == keys["local"] for found in keys.values())
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

@@ -61,6 +61,20 @@ class Roles:
         )
 
 
+class Adafactor(torch.optim.Adafactor):
+    """torch's Adafactor, whose count of steps is made on the CPU, in fp32, whatever the process's defaults."""
+
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One update of every parameter that has a gradient."""
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            with torch.device("cpu"):
+                super().step()
+        finally:
+            torch.set_default_dtype(default)
+
+
 class Joined(Optimizer):
     """Several optimisers of disjoint parameters as one: their groups, their state, one step."""
 
@@ -116,7 +130,7 @@ def _muon(roles: Roles, config: OptimConfig, precision: Precision) -> Optimizer:
 
 def _adafactor(roles: Roles, config: OptimConfig, _: Precision) -> Optimizer:
     groups = _groups((roles.hidden + roles.head, config.lr, config.weight_decay), (roles.rest, config.lr, 0.0))
-    return torch.optim.Adafactor(groups, beta2_decay=config.beta2_decay, d=config.clip_update)
+    return Adafactor(groups, beta2_decay=config.beta2_decay, d=config.clip_update)
 
 
 BUILDERS: dict[str, Callable[[Roles, OptimConfig, Precision], Optimizer]] = {

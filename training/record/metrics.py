@@ -25,7 +25,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "perf/model_tflops": ("TFLOP/s", "the model's FLOPs under the document mask over the step's time"),
     "perf/mfu": ("1", "perf/model_tflops over the device's dense bf16 peak, where it is known"),
     "mem/peak_bytes": ("bytes", "peak memory so far, most of all ranks: the device's allocator, on a CPU the process"),
-    "plan/choice": ("preset", "strategy=auto: the preset that the step's last batch ran"),
+    "plan/choice": ("preset", "strategy=auto: the preset that the step's last batch ran; null under another strategy"),
     "plan/runner_up": ("preset", "strategy=auto: the preset that came second"),
     "plan/predicted_s": ("s", "strategy=auto: predicted attention of all layers, forward and backward, of the choice"),
     "plan/runner_up_s": ("s", "strategy=auto: the same of the preset that came second"),
@@ -35,12 +35,12 @@ METRICS: dict[str, tuple[str, str]] = {
     "data/padding": ("1", "share of the step's token slots that hold padding"),
     "data/trained": ("1", "share of the step's tokens, padding left out, that are labels; a prompt's are none"),
     "data/cut_documents": ("documents", "documents cut at a row's end, which go on in another row, since step 1"),
-    "data/epoch": ("epochs", "complete passes over the training documents, of a mixture by every source"),
+    "data/epoch": ("epochs", "passes over the documents that are trained on to the end, of a mixture by every source"),
     "data/tokens/<source>": (
         "tokens",
         "valid (predicted) tokens of each source since step 1; they sum to train/tokens",
     ),
-    "data/epoch/<source>": ("epochs", "complete passes over each source of a mixture"),
+    "data/epoch/<source>": ("epochs", "passes over each source of a mixture that are trained on to the end"),
     "data/mask_density": ("1", "allowed (query, key) pairs over those of full causal rows"),
     **{
         f"comm/bytes/{traffic}/{link}": ("bytes", f"{traffic} that exchanges of the step moved, all ranks, {where}")

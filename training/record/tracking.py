@@ -8,6 +8,8 @@ from typing import Any
 from training.config import ConfigError, WandbConfig, WandbMode
 from training.record.folder import read_json
 
+LONGEST_TAG = 64
+
 
 class Tracker:
     """A W&B run under `folder/wandb`, or nothing at all when the mode is disabled.
@@ -63,6 +65,11 @@ class Tracker:
         """Flush; the run is marked failed when `exit_code` is not 0."""
         if self._run is not None:
             self._run.finish(exit_code=exit_code)
+
+
+def tag(text: str) -> str:
+    """`text` as a tag: W&B takes 64 characters."""
+    return text if len(text) <= LONGEST_TAG else f"{text[: LONGEST_TAG - 3]}..."
 
 
 def _supersede(old: Path) -> None:

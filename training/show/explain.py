@@ -38,7 +38,7 @@ class Combination(NamedTuple):
 
 def combinations(config: Config, world: int) -> Iterator[Combination]:
     """The configuration's own strategy, then every preset on every dp x cp_outer x cp_inner that makes `world`."""
-    yield Combination(f"{config.strategy.name} (yours)", "as given", refusal(config, config.strategy, world))
+    yield Combination(f"{config.strategy.label} (yours)", "as given", refusal(config, config.strategy, world))
     for name in preset_names():
         if load_strategy(name).exchange == "auto":  # it takes the splits that its candidates want
             for dp in (n for n in range(1, world + 1) if world % n == 0):

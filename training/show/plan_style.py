@@ -12,7 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter
 from numpy.typing import NDArray
 
+from parallel.plan.mesh import AXES
 from parallel.plan.plan import Plan
+from parallel.strategy import Strategy
 
 PAPER, FADED, WAITING, COPYING = "#ffffff", "#e4e4e4", "#f3cfca", "#b9b9b9"
 INTRA, INTER = "#8a97a6", "#2c3e50"
@@ -49,7 +51,8 @@ def describe(plan: Plan) -> str:
         how = f"{across} over {mesh.cp}"
     rows = f" in {layout.num_rows} rows" if layout.num_rows > 1 else ""
     documents = f"{layout.num_documents:,} document" + ("" if layout.num_documents == 1 else "s")
-    return f"{axes['name']}: {axes['sharding']}, {how}; {layout.total_tokens:,} tokens{rows}, {documents}, {plan.mask}"
+    name = Strategy(**axes).labelled((*AXES, "node_size"))
+    return f"{name}: {axes['sharding']}, {how}; {layout.total_tokens:,} tokens{rows}, {documents}, {plan.mask}"
 
 
 def new_figure(width: float, height: float) -> Figure:

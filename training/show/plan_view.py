@@ -4,6 +4,7 @@ python train.py run=plan strategy=usp nproc=8 data=synthetic data.seq_len=32768 
 python train.py run=plan strategy=zigzag_ring nproc=4 'run.lengths=[40,8,8,8]'     documents of your own
 """
 
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.table import Table
 from parallel.auto import Resolved, resolve
 from parallel.plan.ir import AttentionShape, Post
 from parallel.plan.layout import PackedLayout
-from parallel.plan.mesh import CP, LINKS, MeshSpec
+from parallel.plan.mesh import AXES, CP, LINKS, MeshSpec
 from parallel.plan.plan import Plan
 from parallel.price.cluster import load_cluster
 from parallel.proof.verify import verify
@@ -81,7 +82,7 @@ def show_plan(config: Config, console: Console) -> Outcome:
             markup=False,
         )
         console.print(rank_table(plan, ranks))
-        name = f"{resolved.strategy.name}-{plan.hash[:8]}"
+        name = f"{file_name(resolved.strategy.labelled(AXES))}-{plan.hash[:8]}"
         paths = save_figure(draw_coverage(plan), folder, f"{name}-coverage")
         paths += save_figure(
             draw_timeline(plan, ranks, load_cluster(config.strategy.planner.cluster)), folder, f"{name}-timeline"
@@ -96,7 +97,12 @@ def _weighed(resolved: Resolved) -> str:
     if not resolved.seconds:
         return ""
     prices = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in resolved.seconds.items())
-    return f"; auto chose {resolved.strategy.name} (attention of all layers, predicted: {prices})"
+    return f"; auto chose {resolved.strategy.labelled(AXES)} (attention of all layers, predicted: {prices})"
+
+
+def file_name(label: str) -> str:
+    """A strategy's label as part of a file's name: 'local-with-exchange=ring'."""
+    return re.sub(r"[^\w.=]+", "-", label)[:100]
 
 
 def first_layout(config: Config, mesh: MeshSpec) -> PackedLayout:
@@ -190,6 +196,6 @@ def _heading(config: Config, layout: PackedLayout, mesh: MeshSpec, world: int) -
     longest = sorted(layout.lengths.tolist(), reverse=True)
     shown = ", ".join(f"{n:,}" for n in longest[:6]) + (", ..." if len(longest) > 6 else "")
     return (
-        f"strategy {config.strategy.name} on {world} rank{'s' if world != 1 else ''} ({axes}){replica}: "
+        f"strategy {config.strategy.labelled(AXES)} on {world} rank{'s' if world != 1 else ''} ({axes}){replica}: "
         f"{layout.num_documents:,} documents {whose} (longest: {shown}) in {rows}, {layout.padding_tokens:,} of padding"
     )

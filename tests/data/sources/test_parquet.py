@@ -45,9 +45,7 @@ def test_parquet_and_json_lines_hold_the_same_documents(table: Path, tmp_path: P
     assert [one.tokens(i).tolist() for i in range(60)] == [two.tokens(i).tolist() for i in range(60)]
 
 
-def test_few_row_groups_are_held_and_none_is_read_whole_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_row_group_is_read_whole_in_order(tmp_path: Path) -> None:
     path = tmp_path / "big.parquet"
     pq.write_table(pa.table({"text": ["x" * 10] * 5000}), path, row_group_size=1000)
     rows = ParquetRows(str(path), "big", Records(ByteTokenizer(), 258, "text"))
@@ -55,9 +53,6 @@ def test_few_row_groups_are_held_and_none_is_read_whole_in_order(
     peak = 0
     for _ in rows.records():
         peak = max(peak, pa.total_allocated_bytes() - before)
-    for i in range(5000):
-        rows.record(i % 5, i // 5)
-    assert len(rows._kept) == 4
     assert peak < 5 * 1000 * 14  # less than all groups' text and offsets
 
 
@@ -99,7 +94,7 @@ def test_a_file_that_is_no_parquet_and_one_that_changes_are_named(tmp_path: Path
         files(tmp_path / "no.parquet")
     source = files(table)
     table.write_bytes(table.read_bytes() + b"x")
-    with pytest.raises(ValueError, match=r"t\.parquet:3 has changed since the run began"):
+    with pytest.raises(ValueError, match=r"t\.parquet has changed since the run began"):
         source.tokens(2)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import regex
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,6 +46,28 @@ def test_a_document_is_framed_and_its_bytes_are_counted(kind: str, bpe: Bpe, tex
 def test_both_files_code_alike(bpe: Bpe, text: str) -> None:
     first, second = (load(bpe, kind) for kind in ("json", "ranks"))
     assert first.encode(text).tolist() == second.encode(text).tolist()
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.5, 1.0])
+def test_chance_that_a_file_asks_for_is_switched_off(bpe: Bpe, tmp_path: Path, dropout: float) -> None:
+    raw = json.loads(bpe("json").read_bytes())
+    raw["model"]["dropout"] = dropout
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    tokenizer, plain = load_tokenizer(str(tmp_path)), load(bpe, "json")
+    text = "def function(self, number): return number + 12345"
+    assert {tuple(tokenizer.encode(text).tolist()) for _ in range(20)} == {tuple(plain.encode(text).tolist())}
+
+
+@pytest.mark.parametrize(("alpha", "nbest_size"), [(0.3, 4), (0.9, 64)])
+def test_sampling_of_segmentations_is_switched_off(tmp_path: Path, alpha: float, nbest_size: int) -> None:
+    pieces = [("<unk>", 0.0), ("a", -1.0), ("b", -1.5), ("ab", -1.5), ("</s>", -9.0)]
+    model = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, 0, alpha=alpha, nbest_size=nbest_size))
+    model.add_special_tokens(["</s>"])
+    raw = json.loads(model.to_str())
+    raw["model"] |= {"alpha": alpha, "nbest_size": nbest_size}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert len({tuple(tokenizer.encode("ab" * 9).tolist()) for _ in range(20)}) == 1
 
 
 @pytest.mark.parametrize("kind", ["json", "ranks"])

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 from kernels.api import IntervalMask, attention, merge
-from kernels.attention.autograd import attention_backward_op, attention_op
+from kernels.attention.operator import attention_backward_op, attention_op
 from kernels.codec import api as codec_api
 from kernels.codec.api import decode, decode_sum, decode_sum_encode, encode
 from kernels.merge.merge import merge_backward_op, merge_op

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.api import attention
-from kernels.attention.backends import choose_backend
-from kernels.attention.rounds import Rounds, choose_rounds
+from kernels.attention.backends import choose_backend, choose_rounds
+from kernels.attention.rounds import Rounds
 from kernels.compile.runtime import interpreted
 from kernels.mask import IntervalMask
 from tests.kernels.oracle import Case, document_pairs, error, every_backend, exact_dtype, expected, make_case

@@ -20,7 +20,9 @@ PARTS = {
     "sweep": ["tests/kernels/attention/test_attention.py", "-k", "triton and test_exact"],
     "precision": ["tests/kernels/attention/test_attention.py", "-k", "triton and precision"],
     "layouts": ["tests/kernels/attention/test_attention.py", "-k", "triton and not test_exact and not precision"],
+    "memory": ["tests/kernels/attention/test_layouts.py", "-k", "triton"],
     "accumulating": ["tests/kernels/attention/test_triton_rounds.py", "tests/kernels/merge/test_triton_merge.py"],
+    "accumulators": ["tests/kernels/attention/test_accumulators.py", "-k", "triton"],
     "rounds": ["tests/kernels/attention/test_rounds.py", "-k", "triton"],
     "codec": ["tests/kernels/codec/test_codec.py", "tests/kernels/codec/test_triton_codec.py", "-k", "triton"],
 }

@@ -16,6 +16,7 @@ from tests.kernels.oracle import Case, assert_exact, cumulative, document_pairs,
 if not interpreted():
     pytest.skip("test_triton.py runs this file in a process that interprets kernels", allow_module_level=True)
 
+from kernels.attention.problem import Problem
 from kernels.attention.triton_backend import attention_triton, backward_into, delta_of, forward_into
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -38,14 +39,15 @@ def test_writes_every_row_and_nothing_else(dtype: torch.dtype, widths: tuple[int
     mask = IntervalMask.from_cu_seqlens(cumulative(sizes), window=20)
     case = make_case(document_pairs(sizes, reach=(19, 19)), (4, 2), widths, dtype, dlse=False, padding=(3, 2))
     (out, end_out), (lse, end_lse) = guarded(77, 4, Dv, dtype=dtype), guarded(4, 77)
-    forward_into(case.q, case.k, case.v, mask, out, lse, case.scale)
+    problem = Problem(case.q, case.k, case.v, [mask], case.scale)
+    forward_into(problem, out, lse)
     assert bool(out[:74].isfinite().all() and lse[:, :74].isfinite().all())
     assert bool(out[74:].isnan().all() and lse[:, 74:].isnan().all())
     delta, lse2 = delta_of(out, case.dout, lse, None, 74)
     (dq, end_q), (dk, end_k), (dv, end_v) = (
         guarded(77, 4, D, dtype=dtype), guarded(76, 2, D, dtype=dtype), guarded(76, 2, Dv, dtype=dtype)
     )  # fmt: skip
-    backward_into(case.q, case.k, case.v, case.dout, delta, lse2, mask, dq, dk, dv, case.scale)
+    backward_into(problem, case.dout, delta, lse2, dq, dk, dv)
     for grad in (dq, dk, dv):
         assert bool(grad[:74].isfinite().all() and grad[74:].isnan().all())
     for end in (end_out, end_lse, end_q, end_k, end_v):
@@ -76,16 +78,14 @@ def test_rounds_accumulate(dtype: torch.dtype, softcap: float | None, widths: tu
     rounds = []
     for a, b in blocks(93, [20, 51, 60]):
         mask = IntervalMask.from_positions(list(range(93)), list(range(a, b)), cu[:-1], cu[1:])
-        rounds.append((slice(a, b), mask))
+        rounds.append((slice(a, b), Problem(q, k[a:b], v[a:b], [mask], scale, softcap)))
     out, lse = torch.full((93, 4, widths[1]), math.nan), torch.full((4, 93), -math.inf)
-    for part, mask in rounds:
-        forward_into(q, k[part], v[part], mask, out, lse, scale, softcap, add=True)
+    for _, problem in rounds:
+        forward_into(problem, out, lse, add=True)
     delta, lse2 = delta_of(out, case.dout, lse, case.dlse, 93)
     dq, dk, dv = torch.zeros(93, 4, widths[0]), torch.zeros(93, 2, widths[0]), torch.zeros(93, 2, widths[1])
-    for part, mask in rounds:
-        backward_into(
-            q, k[part], v[part], case.dout, delta, lse2, mask, dq, dk[part], dv[part], scale, softcap, add=True
-        )
+    for part, problem in rounds:
+        backward_into(problem, case.dout, delta, lse2, dq, dk[part], dv[part], add=True)
     got = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     tolerance = 1e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
     for name, want in expected(case).items():
@@ -98,7 +98,7 @@ def test_a_round_without_keys_changes_nothing() -> None:
     out, lse = torch.randn(40, 2, 8), torch.randn(2, 40)
     before = out.clone(), lse.clone()
     nothing = torch.zeros(0, 2, 8)
-    forward_into(torch.randn(40, 2, 8), nothing, nothing, mask, out, lse, 1.0, add=True)
+    forward_into(Problem(torch.randn(40, 2, 8), nothing, nothing, [mask], 1.0), out, lse, add=True)
     assert torch.equal(out, before[0])
     assert torch.equal(lse, before[1])
 
@@ -107,9 +107,9 @@ def test_accumulating_refuses() -> None:
     """A sink would count once for each round, and half precision would lose digits at each."""
     mask, x = IntervalMask.from_cu_seqlens([0, 4]), torch.zeros(4, 1, 8)
     with pytest.raises(ValueError, match=r"fp32 out and no sink, but out is torch\.float16;"):
-        forward_into(x, x, x, mask, x.half(), torch.zeros(1, 4), 1.0, add=True)
+        forward_into(Problem(x, x, x, [mask], 1.0), x.half(), torch.zeros(1, 4), add=True)
     with pytest.raises(ValueError, match="no sink"):
-        forward_into(x, x, x, mask, x.clone(), torch.zeros(1, 4), 1.0, sink=torch.zeros(1), add=True)
+        forward_into(Problem(x, x, x, [mask], 1.0, sink=torch.zeros(1)), x.clone(), torch.zeros(1, 4), add=True)
 
 
 def test_rounds_in_any_order_agree() -> None:
@@ -123,7 +123,7 @@ def test_rounds_in_any_order_agree() -> None:
     for order in ([3, 2, 1, 0], [2, 0, 3, 1]):
         out, lse = torch.full((70, 2, 16), math.nan), torch.full((2, 70), -math.inf)
         for part, mask in (rounds[i] for i in order):
-            forward_into(case.q, case.k[part], case.v[part], mask, out, lse, case.scale, add=True)
+            forward_into(Problem(case.q, case.k[part], case.v[part], [mask], case.scale), out, lse, add=True)
         assert error(out, want["out"]) < 1e-5
         assert error(lse, want["lse"]) < 1e-5
 
@@ -133,11 +133,11 @@ def test_buffers_that_do_not_fit_are_refused() -> None:
     mask, x = IntervalMask.from_cu_seqlens([0, 4]), torch.zeros(4, 1, 8)
     apart, rows = torch.zeros(4, 1, 16)[..., ::2], torch.zeros(1, 16)
     with pytest.raises(ValueError, match="k has stride 2 in its last dim and the kernels need 1; copy it"):
-        forward_into(x, apart, x, mask, x.clone(), torch.zeros(1, 4), 1.0)
+        forward_into(Problem(x, apart, x, [mask], 1.0), x.clone(), torch.zeros(1, 4))
     with pytest.raises(ValueError, match="dout has stride 2"):
         delta_of(x, apart, torch.zeros(1, 4), None, 4)
     with pytest.raises(ValueError, match=r"fp32 gradients, but there are some in torch\.float16"):
-        backward_into(x, x, x, x, rows, rows, mask, x.half(), None, None, 1.0, add=True)
+        backward_into(Problem(x, x, x, [mask], 1.0), x, rows, rows, x.half(), None, None, add=True)
 
 
 @pytest.mark.parametrize("wide", ["q", "k", "v", "dout"])
@@ -154,7 +154,7 @@ def test_strides_beyond_int32(wide: str, rows: int) -> None:
     want = expected(case)
     leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
     mask = IntervalMask.from_cu_seqlens([0, 40])
-    out, _ = attention_triton(*leaves, [mask], case.scale, None, None)
+    out, _ = attention_triton(Problem(*leaves, [mask], case.scale))
     grads = torch.autograd.grad(out, leaves, case.dout)
     for got, name in zip((out.detach(), *grads), ("out", "dq", "dk", "dv")):
         assert error(got, want[name]) < 0.02, name
@@ -182,6 +182,6 @@ def test_results_are_rounded_to_nearest(dtype: torch.dtype) -> None:
     mask = IntervalMask.from_cu_seqlens([0, 1, 2], [0, 1, 3], causal=False)
     q, k = torch.zeros(2, 1, 16, dtype=dtype), torch.zeros(3, 1, 16, dtype=dtype)
     v = torch.randn(3, 1, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-    out, _ = attention_triton(q, k, v, [mask], 1.0, None, None)
+    out, _ = attention_triton(Problem(q, k, v, [mask], 1.0))
     assert torch.equal(out[0], v[0])
     assert torch.equal(out[1], ((v[1].double() + v[2].double()) / 2).to(dtype))

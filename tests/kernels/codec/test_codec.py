@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.codec import api as fp8
 from kernels.codec import torch_codec as fp8_torch
 from kernels.codec.bits import LARGEST
-from kernels.codec.wire import layout_of
+from kernels.codec.wire import header_of, layout_of
 from kernels.compile.runtime import interpreted
 from parallel.plan.codec import CODE_BITS, GROUPS, VIEWS, CodecSpec
 from tests.kernels.values import normal
@@ -111,6 +111,60 @@ def test_gaussian_error_does_not_grow_with_the_ranks(path: str, n: int):
     assert error(fp8.decode_sum(wires, FP8, (16, 256)), xs.sum(0)) < 0.027
     middle = fp8.decode_sum_encode(wires, FP8, (16, 256))
     assert error(fp8.decode(middle, FP8, (16, 256)), xs.sum(0)) < 0.037
+
+
+E4M3 = {1.0: 0x38, 2.0: 0x40, -2.0: 0xC0, 0.5: 0x30, 448.0: 0x7E, -448.0: 0xFE}
+
+
+def by_hand(codec: CodecSpec, values: int, codes: list[list[float]], scales: list[tuple[float, float]]) -> Tensor:
+    """A wire written down: for each group its first codes' values (the rest 0), s, and alpha."""
+    body = torch.zeros(len(codes), codec.group, dtype=torch.uint8)
+    for row, numbers in zip(body, codes):
+        row[: len(numbers)] = torch.tensor([E4M3[number] for number in numbers], dtype=torch.uint8)
+    head = torch.frombuffer(bytearray(header_of(codec, values)), dtype=torch.uint8)
+    wire = torch.cat([head, body.flatten(), torch.tensor(scales).view(torch.uint8).flatten()])
+    return torch.cat([wire, wire.new_zeros(-len(wire) % 16)])
+
+
+def test_wires_of_unequal_alphas_add_up(path: str):
+    """By hand: a value is code x s / alpha, each wire with its own. All numbers here are exact in fp32."""
+    codec = CodecSpec(group=32, hadamard=False)
+    big = by_hand(codec, 64, [[1, 2, 448], [1]], [(8.0, 2.0**-4), (1.0, 1.0)])  # units of 128, and of 1
+    small = by_hand(codec, 64, [[2, -2, -448, 0.5], [2, 2]], [(0.5, 2.0**3), (1.0, 2.0**20)])  # of 1/16, and of 2^-20
+    wanted = torch.zeros(2, 32)
+    wanted[0, :4] = torch.tensor([128 + 2 / 16, 256 - 2 / 16, 448 * 128 - 448 / 16, 0.5 / 16])
+    wanted[1, :2] = torch.tensor([1 + 2 * 2.0**-20, 2 * 2.0**-20])
+    for wires in ([big, small], [small, big]):
+        assert torch.equal(fp8.decode_sum(torch.stack(wires), codec, (2, 32)), wanted)
+    assert torch.equal(fp8.decode(small, codec, (2, 32))[0, :4], torch.tensor([2.0, -2, -448, 0.5]) / 16)
+    # summed again as a wire: in units of the least alpha, which travels on
+    middle = fp8.decode_sum_encode(torch.stack([big, small]), codec, (2, 32))
+    alphas = middle[16 + 64 :].view(torch.float32).view(2, 2)[:, 1]
+    assert alphas.tolist() == [2.0**-4, 1.0]
+    top = (448 * 128 - 448 / 16) * 2.0**-4
+    assert middle[16 + 64 :].view(torch.float32)[0].item() == torch.tensor(top / 448, dtype=torch.float32).item()
+    assert middle[16:20].tolist() == [E4M3[1.0], E4M3[2.0], E4M3[448.0], 0x00]  # 1.001, 1.999, 448, 0.0002
+
+
+def test_transformed_wires_of_unequal_alphas_add_up(path: str):
+    """A lone first code of c is c s / sqrt(G) / alpha everywhere: of 64, an eighth."""
+    codec = CodecSpec(group=64)
+    wires = [
+        by_hand(codec, 64, [[c]], [(s, a)]) for c, s, a in ((2.0, 4.0, 2.0**-3), (1.0, 1.0, 2.0**5), (-2.0, 2.0, 1.0))
+    ]
+    found = fp8.decode_sum(torch.stack(wires), codec, (1, 64))
+    assert torch.equal(found, torch.full((1, 64), 2 * 4 / 8 * 8 + 1 / 8 / 32 - 2 * 2 / 8))
+
+
+def test_the_wire_of_zeros(path: str):
+    """Scales are made of 2^-100 at least, so that no division by them overflows or is flushed."""
+    for codec in (PLAIN, CodecSpec(group=32)):
+        wire = fp8.encode(torch.zeros(1, codec.group), codec)
+        s, alpha = wire[16 + codec.group :][:8].view(torch.float32).tolist()
+        norm = fp8_torch.norm_of(codec.group) if codec.hadamard else 1.0
+        assert s == torch.tensor(2.0**-100 * norm, dtype=torch.float32).div(448).item()
+        assert alpha == (2.0**72 if codec.alpha else 1.0)
+        assert not wire[16 : 16 + codec.group].any()
 
 
 def test_coding_at_every_hop_is_worse():

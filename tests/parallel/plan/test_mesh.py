@@ -37,6 +37,9 @@ def test_what_is_no_mesh_is_refused():
     mesh = MeshSpec(dp=2)
     with pytest.raises(ValueError, match="rank 2 is outside the mesh's 2 ranks"):
         mesh.coordinates(2)
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"rank {rank} is outside the mesh's 2 ranks"):
+            mesh.group_of(rank, "dp")
     with pytest.raises(ValueError, match="dp=5"):
         mesh.rank((0, 5, 0, 0, 0))
     with pytest.raises(ValueError, match="'cp'"):

@@ -1,5 +1,7 @@
 """Token ranges against the tokens themselves."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from kernels.mask_spec import MaskSpec
 from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import MeshSpec
-from parallel.plan.tokens import EMPTY, TokenSet, join_spans, union
+from parallel.plan.tokens import EMPTY, EMPTY_SPANS, TokenSet, join_spans, union
 from parallel.plan.visibility import Visibility
 from parallel.sharding import SHARDINGS
 from parallel.strategy import load_strategy
@@ -83,6 +85,67 @@ def test_ranges_are_refused_or_joined():
         with pytest.raises(ValueError, match="needs a start of 0 or more"):
             TokenSet.of(bad)
     assert join_spans(np.array([[5, 9], [0, 3], [2, 4], [9, 9]])).tolist() == [[0, 4], [5, 9]]
+
+
+def is_canonical(tokens: TokenSet) -> bool:
+    """Each range holds a token, ends right behind its last one, and does not go on in the next."""
+    ranges = tokens.ranges.tolist()
+    tight = all(stop > start and (stop - 1 - start) % stride == 0 for start, stop, stride in ranges)
+    single = all(stride == 1 for start, stop, stride in ranges if stop == start + 1)
+    joined = all(a[2] != b[2] or b[0] != a[1] - 1 + a[2] for a, b in itertools.pairwise(ranges))
+    return tight and single and joined and not tokens.ranges.flags.writeable and tokens.ranges.dtype == np.int64
+
+
+wild_ranges = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 4)), max_size=5)
+
+
+@given(wild_ranges)
+def test_any_ranges_are_held_in_their_order_and_one_form(ranges: list[tuple[int, int, int]]):
+    tokens = TokenSet.of(*ranges)
+    listed = [t for start, stop, stride in ranges for t in range(start, stop, stride)]
+    assert tokens.expand().tolist() == listed and tokens.count == len(listed) and is_canonical(tokens)
+    assert tokens.sizes.tolist() == [len(range(*r)) for r in tokens.tuples()] and tokens.sizes.sum() == tokens.count
+    assert tokens.ascending == all(a < b for a, b in itertools.pairwise(listed))
+    assert tokens.shift(7).expand().tolist() == [t + 7 for t in listed] and tokens.shift(0) is tokens
+    assert TokenSet.from_array(tokens.ranges) == tokens and tokens.key == TokenSet.of(*ranges).key
+    assert TokenSet.concatenate([tokens, tokens]).expand().tolist() == listed * 2
+    assert not tokens.expand().flags.writeable
+    for first, stop in ((0, tokens.count), (1, tokens.count - 1), (2, 5), (3, 3), (-4, 2), (1, 99)):
+        cut = tokens.cut(first, stop)
+        assert cut.expand().tolist() == listed[max(first, 0) : max(stop, 0)] and is_canonical(cut)
+
+
+@given(token_sets(40), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=5))
+def test_spans_are_joined_and_clip(tokens: TokenSet, pairs: list[tuple[int, int]]):
+    spans = join_spans(np.array(pairs, np.int64).reshape(-1, 2))
+    held = {t for first, stop in pairs for t in range(first, stop)}
+    assert {t for first, stop in spans.tolist() for t in range(first, stop)} == held
+    assert all(first < stop for first, stop in spans.tolist())
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(spans.tolist()))  # what touches is one
+    clipped = tokens.clip(spans)
+    assert clipped.expand().tolist() == [t for t in tokens.expand().tolist() if t in held] and is_canonical(clipped)
+    assert tokens.clip(EMPTY_SPANS) == EMPTY.clip(spans) == EMPTY
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40))
+def test_union_of_any_disjoint_sets(owner: list[int]):
+    """Sets whose tokens interleave as they like."""
+    sets = [TokenSet.of(*((t, t + 1) for t, o in enumerate(owner) if o == part)) for part in range(4)]
+    found = union(sets)
+    assert found.expand().tolist() == [t for t, o in enumerate(owner) if o < 4] and is_canonical(found)
+    assert union([]) == EMPTY
+    runs_between = [TokenSet.of((0, 21, 10)), TokenSet.of((1, 3), (11, 13)), TokenSet.of((5, 9, 2))]
+    assert union(runs_between).expand().tolist() == [0, 1, 2, 5, 7, 10, 11, 12, 20]
+    strided = [TokenSet.of((part, len(owner), 3)) for part in range(3)]
+    assert union(strided) == TokenSet.of((0, len(owner))) and union(strided[::-1]) == TokenSet.of((0, len(owner)))
+
+
+def test_a_set_in_words():
+    assert repr(TokenSet.of((0, 2), (9, 16, 3))) == "TokenSet(0:2, 9:16:3; 5 tokens)"
+    assert repr(TokenSet.of((4, 9, 2))) == "TokenSet(4:9:2; 3 tokens)"
+    assert repr(TokenSet.of(*((4 * i, 4 * i + 2) for i in range(6)))).endswith("20:22; 12 tokens)")
+    assert repr(TokenSet.of(*((4 * i, 4 * i + 2) for i in range(7)))).endswith("20:22, ...; 14 tokens)")
+    assert TokenSet.of((0, 2)) != ((0, 2, 1),)
 
 
 @pytest.mark.parametrize("name", SHARDINGS)

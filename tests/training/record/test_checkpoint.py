@@ -1,5 +1,6 @@
 """A checkpoint is complete or ignored, whatever moment the process dies at."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -145,3 +146,139 @@ def test_a_flipped_byte_is_noticed(tmp_path):
     data[-1] ^= 1
     (path / "optimizer.safetensors").write_bytes(data)
     assert ck.complete_checkpoints(tmp_path) == [path] and not ck.is_intact(path)
+
+
+class Disk:
+    """What is synced, renamed and removed, in order; by name below the checkpoints' folder."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.events = folder, []
+        sync, rename, remove = os.fsync, os.rename, shutil.rmtree
+
+        def fsync(handle: int) -> None:
+            self.note("sync", Path(os.readlink(f"/proc/self/fd/{handle}")))
+            sync(handle)
+
+        def moved(a: Path, b: Path) -> None:
+            self.note("rename", b)
+            rename(a, b)
+
+        def removed(path: Path, *_: object) -> None:
+            self.note("remove marked" if (path / ck.MARKER).exists() else "remove", path)
+            remove(path)
+
+        monkeypatch.setattr(ck.os, "fsync", fsync)
+        monkeypatch.setattr(ck.os, "rename", moved)
+        monkeypatch.setattr(ck.shutil, "rmtree", removed)
+
+    def note(self, what: str, path: Path) -> None:
+        name = str(path.relative_to(self.folder))
+        self.events.append((what, name.replace(".writing_step_00000002", "new").replace("step_00000002", "2")))
+
+
+def test_everything_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
+    """Files and their folder before the rename, the rename before the marker; what is old goes last, unmarked first."""
+    ck.save_checkpoint(tmp_path, 1, *trained(), {}, keep=1)
+    disk = Disk(tmp_path, monkeypatch)
+    ck.save_checkpoint(tmp_path, 2, *trained(), {}, keep=1)
+    assert disk.events == [
+        ("sync", "new/model.safetensors"), ("sync", "new/optimizer.safetensors"), ("sync", "new/state.json"),
+        ("sync", "new"), ("rename", "2"), ("sync", "."), ("sync", "2/COMPLETE"), ("sync", "2"),
+        ("remove", "step_00000001"),
+    ]  # fmt: skip
+
+
+def test_a_step_that_is_there_already_is_replaced_and_never_half(tmp_path, monkeypatch):
+    ck.save_checkpoint(tmp_path, 2, *trained(), {"which": "first"}, keep=3)
+    disk = Disk(tmp_path, monkeypatch)
+    path = ck.save_checkpoint(tmp_path, 2, *trained(1), {"which": "second"}, keep=3)
+    assert disk.events[3:6] == [("sync", "new"), ("remove", "2"), ("rename", "2")]
+    assert ck.load_state(path)["which"] == "second" and ck.complete_checkpoints(tmp_path) == [path]
+
+
+def test_only_what_is_older_and_broken_is_cleared_away(tmp_path):
+    """A later step without its marker may be another process's, or be worth a look."""
+    for broken in ("step_00000001", "step_00000009"):
+        (tmp_path / broken).mkdir()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "step_00000004").write_text("a file")
+    assert ck.save_checkpoint(tmp_path / "deep" / "er", 1, *trained(), {}, keep=1).exists()
+    ck.save_checkpoint(tmp_path, 3, *trained(), {}, keep=1)
+    assert {p.name for p in tmp_path.iterdir()} == {"step_00000003", "step_00000009", "step_00000004", "notes", "deep"}
+
+
+def test_checkpoints_come_oldest_first_however_long_their_numbers(tmp_path):
+    paths = [ck.save_checkpoint(tmp_path, step, *trained(), {}, keep=9) for step in (99_999_999, 7, 12)]
+    (tmp_path / "step_123").mkdir()  # too short to be ours
+    assert ck.complete_checkpoints(tmp_path) == [paths[1], paths[2], paths[0]]
+
+
+@pytest.mark.parametrize(
+    "marker",
+    ["{}", "[]", "3", "null", '{"model.safetensors": 3}', '{"model.safetensors": [1, 2, 3]}', "not json"],
+)
+def test_a_marker_that_says_something_else_is_none(tmp_path, marker):
+    path = ck.save_checkpoint(tmp_path, 1, *trained(), {}, keep=1)
+    (path / ck.MARKER).write_text(marker)
+    assert ck.complete_checkpoints(tmp_path) == []
+
+
+def test_a_marker_names_every_file_with_its_size(tmp_path):
+    path = ck.save_checkpoint(tmp_path, 1, *trained(), {}, keep=1)
+    marker = json.loads((path / ck.MARKER).read_text())
+    assert {name: size for name, (size, _) in marker.items()} == {
+        name: (path / name).stat().st_size for name in ("model.safetensors", "optimizer.safetensors", "state.json")
+    }
+    for name in marker:
+        changed = {**marker, name: [marker[name][0] + 1, marker[name][1]]}
+        (path / ck.MARKER).write_text(json.dumps(changed))
+        assert ck.complete_checkpoints(tmp_path) == []
+        (path / ck.MARKER).write_text(json.dumps({k: v for k, v in marker.items() if k != name}))
+        assert ck.complete_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("place", [0, -1])
+def test_any_flipped_byte_is_noticed(tmp_path, name, place):
+    path = ck.save_checkpoint(tmp_path, 1, *trained(), {"filler": "x" * (5 << 20)}, keep=1)
+    assert ck.is_intact(path)
+    data = bytearray((path / name).read_bytes())
+    data[place] ^= 1
+    (path / name).write_bytes(data)
+    assert not ck.is_intact(path)
+
+
+def test_what_differs_is_named_whichever_side_lacks_it(tmp_path):
+    path = ck.save_checkpoint(tmp_path, 1, *trained(), {}, keep=1)
+    short = nn.Sequential(nn.Linear(3, 4))
+    with pytest.raises(ValueError, match=r"1.bias is shape \[2\] there and absent here"):
+        ck.load_checkpoint(path, short, torch.optim.AdamW(short.parameters()))
+    long = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 1))
+    with pytest.raises(ValueError, match=r"2.bias is absent there and shape \[1\] here"):
+        ck.load_checkpoint(path, long, torch.optim.AdamW(long.parameters()))
+
+
+def test_a_parameter_that_never_had_a_gradient_has_no_state(tmp_path):
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    model["used"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    taken = ck.snapshot(model, optimizer)
+    kinds = {"exp_avg", "exp_avg_sq", "step"}
+    assert set(taken.optimizer) == {f"{kind}/used.{part}" for kind in kinds for part in ("weight", "bias")}
+    path = ck.write_checkpoint(tmp_path, 1, taken, {}, 1)
+    fresh = torch.optim.AdamW(model.parameters())
+    ck.load_checkpoint(path, model, fresh)
+    assert set(fresh.state) == {model["used"].weight, model["used"].bias}
+    for parameter, values in fresh.state.items():
+        for kind, value in values.items():
+            right = optimizer.state[parameter][kind]
+            assert torch.equal(value, right) and value.shape == right.shape
+
+
+def test_a_snapshot_that_nobody_keeps_is_empty(tmp_path):
+    taken = ck.snapshot(*trained(), keep=False)
+    assert taken.model == taken.optimizer == {}
+    kept = ck.snapshot(*trained())
+    assert set(kept.model) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert not any(tensor.requires_grad for tensor in kept.model.values())
