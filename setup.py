@@ -3,8 +3,8 @@
     pip wheel . --no-deps          longfold.kernels, longfold.parallel, ..., and the command longfold
 
 In the checkout the folders import each other by their short names (`from kernels.api import ...`). Building copies them
-into longfold/ and rewrites these imports, found in the syntax tree; nothing else in a file changes but commands that
-its text names. A form of import that cannot be rewritten ends the build with a sentence.
+into longfold/ and rewrites these imports, found in the syntax tree; nothing else in a file changes but commands in its
+text. A form of import that cannot be rewritten ends the build with a sentence.
 """
 
 import ast
