@@ -28,6 +28,8 @@ from training.show.coverage_figure import draw_coverage
 from training.show.plan_style import save_figure
 from training.show.timeline_figure import draw_timeline
 
+MANY = 64  # ranks of a sequence from which on each part of the work is announced
+
 
 @dataclass(frozen=True)
 class RankLine:
@@ -66,6 +68,14 @@ def show_plan(config: Config, console: Console) -> Outcome:
     ranks = mesh.group_of(0, *CP)
     masks = model.layer_masks()
     console.print(_heading(config, layout, mesh, world), highlight=False, markup=False)
+    many = mesh.cp >= MANY
+    if many:
+        console.print(
+            f"planning {mesh.cp} ranks, which share {layout.total_tokens:,} tokens: this can take minutes (fewer ranks "
+            "take less)",
+            highlight=False,
+            markup=False,
+        )
     began = time.perf_counter()
     resolved = resolve(config.strategy, mesh, layout, shape, masks)
     seconds = time.perf_counter() - began
@@ -73,6 +83,8 @@ def show_plan(config: Config, console: Console) -> Outcome:
     for mask in dict.fromkeys(masks):
         began = time.perf_counter()
         plan = resolved.plans[mask]
+        if many:
+            console.print(f"proving {mask}", highlight=False, markup=False)
         verify(plan)
         proved = time.perf_counter()
         console.print(
@@ -82,6 +94,8 @@ def show_plan(config: Config, console: Console) -> Outcome:
             markup=False,
         )
         console.print(rank_table(plan, ranks))
+        if many:
+            console.print("drawing who computes which pair, and when", highlight=False, markup=False)
         name = f"{file_name(resolved.strategy.labelled(AXES))}-{plan.hash[:8]}"
         paths = save_figure(draw_coverage(plan), folder, f"{name}-coverage")
         paths += save_figure(

@@ -40,6 +40,11 @@ def launch(config: Config) -> Outcome:
         )
     place = given or Place()
     ranks = place.world if given else config.nproc or 1
+    if given is None and ranks > (most := max(64, 4 * (os.cpu_count() or 1))):
+        raise ConfigError(
+            f"nproc={ranks} would start {ranks} processes on this machine of {os.cpu_count()} cores; use nproc={most} "
+            f"or fewer, torchrun or Slurm on more machines, or run=plan to look at the schedule alone."
+        )
     config.check_ranks(ranks)
     check_compiler(config, os.environ)
     if ranks > place.world:
