@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from training.adopt import adopt_checkpoint
 from training.outcome import PeerLost, RankFailed
 from training.screen import config_groups, refuse_added_keys, screen_overrides, typed
-from training.start.launch import group_sweep, launch
+from training.start.launch import group_sweep, launch, refuse_sweep
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -51,7 +51,8 @@ def main(composed: DictConfig) -> None:
 
 if __name__ == "__main__":
     try:
-        screen_overrides(sys.argv[1:])
+        if screen_overrides(sys.argv[1:]):
+            refuse_sweep()
     except ValueError as error:
         sys.exit(f"error: {error}")
     if {"-h", "--help"} & set(sys.argv[1:]):

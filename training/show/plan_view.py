@@ -21,6 +21,7 @@ from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import AXES, CP, LINKS, MeshSpec
 from parallel.plan.plan import Plan
 from parallel.price.cluster import load_cluster
+from parallel.price.predict import predict_plan
 from parallel.proof.verify import verify
 from training.config import Config, Precision, config_hash
 from training.outcome import Outcome
@@ -68,7 +69,7 @@ def show_plan(config: Config, console: Console) -> Outcome:
     ranks = mesh.group_of(0, *CP)
     masks = model.layer_masks()
     console.print(_heading(config, layout, mesh, world), highlight=False, markup=False)
-    many = mesh.cp >= MANY
+    many, cluster = mesh.cp >= MANY, load_cluster(config.strategy.planner.cluster)
     if many:
         console.print(
             f"planning {mesh.cp} ranks, which share {layout.total_tokens:,} tokens: this can take minutes (fewer ranks "
@@ -89,7 +90,8 @@ def show_plan(config: Config, console: Console) -> Outcome:
         proved = time.perf_counter()
         console.print(
             f"\n{mask} ({masks.count(mask)} of {len(masks)} layers), for one layer: "
-            f"verified in {(proved - began) * 1e3:.0f} ms, hash {plan.hash}",
+            f"verified in {(proved - began) * 1e3:.0f} ms, hash {plan.hash}, predicted attention "
+            f"{predict_plan(plan, cluster).total_s * 1e3:.3g} ms on {cluster.name}",
             highlight=False,
             markup=False,
         )
@@ -98,9 +100,7 @@ def show_plan(config: Config, console: Console) -> Outcome:
             console.print("drawing who computes which pair, and when", highlight=False, markup=False)
         name = f"{file_name(resolved.strategy.labelled(AXES))}-{plan.hash[:8]}"
         paths = save_figure(draw_coverage(plan), folder, f"{name}-coverage")
-        paths += save_figure(
-            draw_timeline(plan, ranks, load_cluster(config.strategy.planner.cluster)), folder, f"{name}-timeline"
-        )
+        paths += save_figure(draw_timeline(plan, ranks, cluster), folder, f"{name}-timeline")
         for path in paths:
             console.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
     return Outcome(0, None, folder)

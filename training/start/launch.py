@@ -56,6 +56,17 @@ def launch(config: Config) -> Outcome:
     return run_rank(config, place)
 
 
+def refuse_sweep() -> None:
+    """ConfigError where a launcher gave this process its ranks: a sweep's second job would meet the first one's group,
+    and each rank would name the sweep's folder by its own clock."""
+    given = given_place(os.environ)
+    if given is not None and given.world > 1:
+        raise ConfigError(
+            f"-m runs one job after the other, and the launcher gives the {given.world} ranks of one job; start each "
+            f"with its own torchrun or srun, or leave the launcher out and set nproc={given.world}."
+        )
+
+
 def group_sweep(config: Config, name: str) -> None:
     """Group a sweep's jobs in W&B under `name`, unless the user or the environment names a group."""
     if config.wandb.group is None and not os.environ.get("WANDB_RUN_GROUP"):
