@@ -27,7 +27,7 @@ from training.adopt import adopt_checkpoint
 from training.outcome import PeerLost, RankFailed
 from training.screen import refuse_added_keys, screen_overrides, typed
 from training.show.help import help_text, wants_help
-from training.start.launch import group_sweep, launch
+from training.start.launch import group_sweep, launch, refuse_sweep
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -57,7 +57,8 @@ def command() -> None:
         print(help_text(__doc__ or ""))
         return
     try:
-        screen_overrides(sys.argv[1:])
+        if screen_overrides(sys.argv[1:]):
+            refuse_sweep()
     except ValueError as error:
         sys.exit(f"error: {error}")
     try:

@@ -115,6 +115,15 @@ class PackedLoader:
         while (piece := order.pull()) is not None:
             yield piece.document
 
+    def total_tokens(self) -> int | None:
+        """Tokens of one pass over the split's documents; None where some source has no end."""
+        total = 0
+        for _, part, found in self._parts:
+            if found is None or not isinstance(part, FiniteDocuments):
+                return None
+            total += int(part.lengths()[found].sum())
+        return total
+
     def _label(self, document: int) -> str:
         return self.source.label(document) if isinstance(self.source, Mixture) else self._parts[0][0]
 

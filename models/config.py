@@ -9,6 +9,13 @@ from enum import Enum
 
 from kernels.mask_spec import MaskSpec
 
+# The largest of each size: no model comes near, and a file or a command that says more is wrong. Heads are as wide as
+# `kernels.attention.checks.MAX_HEAD_DIM`.
+LARGEST = {
+    "vocab_size": 1 << 24, "layers": 10_000, "hidden": 1 << 20, "heads": 1 << 14, "kv_heads": 1 << 14, "head_dim": 256,
+    "ffn": 1 << 23, "max_positions": 1 << 40,
+}  # fmt: skip
+
 
 class Positions(Enum):
     """How a token's position enters: rotated queries and keys (RoFormer, section 3.2), or a learned table (GPT-2)."""
@@ -84,8 +91,9 @@ class ModelConfig:
         """Raises ValueError, with the numbers, if no decoder can be built from these values."""
         sizes = ("vocab_size", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "max_positions")
         for name in sizes:
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+            if not 1 <= getattr(self, name) <= LARGEST[name]:
+                why = ", the widest head that attention takes" if name == "head_dim" else ""
+                raise ValueError(f"model.{name}={getattr(self, name)} must lie in 1 to {LARGEST[name]}{why}; lower it")
         for name in ("norm_eps", "init_std", "softcap", "softmax_scale"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):

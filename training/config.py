@@ -21,6 +21,8 @@ from parallel.plan.mesh import MeshSpec
 from parallel.strategy import Strategy
 from training.optim.kinds import OPTIMIZERS
 
+MOST_RANKS = 4096  # of one plan
+
 
 class ConfigError(ValueError):
     """A configuration that cannot run, in one sentence with the numbers and a way out."""
@@ -283,8 +285,10 @@ class Config:
         self.run.validate(self.data.rows)
         self.optim.validate(self.run.steps)
         self.strategy.validate()
-        if self.nproc is not None and self.nproc < 1:
-            raise ConfigError(f"nproc={self.nproc} must be 1 or more; null: the ranks that a launcher gives, else 1.")
+        if self.nproc is not None and not 1 <= self.nproc <= MOST_RANKS:
+            raise ConfigError(
+                f"nproc={self.nproc} must lie in 1 to {MOST_RANKS}; null: the ranks that a launcher gives, else 1."
+            )
         tokenizer = open_tokenizer(self.data)
         self.data.tokenizer_sha256 = tokenizer.identity.get(
             "sha256"

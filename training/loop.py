@@ -28,7 +28,7 @@ from training.record.checkpoint import load_checkpoint, load_state, snapshot, wr
 from training.record.folder import RunFolder, read_json, shared_folder, write_json
 from training.record.hardware import peak_memory_bytes, peak_tflops
 from training.record.metrics import BATCH_METRICS, MetricsFile
-from training.record.progress import ProgressReport
+from training.record.progress import ProgressReport, counting
 from training.record.tracking import Tracker, tag
 from training.share import Share
 from training.step import NonFiniteLoss, evaluate, forward_backward
@@ -115,6 +115,13 @@ class Trainer:
     def _open_records(self) -> None:
         self.folder.record_start(self.team.world)
         self.metrics = MetricsFile(self.folder.metrics, resume_step=self.step)
+        if lost := self.metrics.lost:
+            self.console.print(
+                f"{self.folder.metrics} has no line for {len(lost)} of the {self.step} steps up to the checkpoint (the "
+                f"first is step {lost[0]}): they were lost, and the run goes on without them",
+                highlight=False,
+                markup=False,
+            )
         config, path = self.config, self.folder.path
         wandb = dataclasses.replace(config.wandb, tags=[*(config.wandb.tags or []), tag(config.strategy.label)])
         self.tracker = Tracker(wandb, path, path.name, to_plain(config), self.metrics.history)
@@ -317,7 +324,8 @@ class Trainer:
         bigram = None
         if self.held_out is not None and "eval/bits_per_byte" in rows[-1]:
             few = {} if self.loader.source.size is not None else {"max_tokens": 1 << 20}  # drawing documents takes time
-            bigram = bigram_bits_per_byte(self.loader, self.held_out, **few)
+            with counting(self.console, "counting a bigram table") as counted:
+                bigram = bigram_bits_per_byte(self.loader, self.held_out, counted=counted, **few)
         return {
             "step": self.step,
             "train_loss": rows[-1]["train/loss"],

@@ -40,18 +40,21 @@ def config_groups() -> dict[str, list[str]]:
     return {group: names for group, names in found.items() if names}
 
 
-def screen_overrides(arguments: list[str]) -> None:
+def screen_overrides(arguments: list[str]) -> bool:
     """Raise ValueError, one sentence, for what Hydra would refuse in its words or, like `model=null`, take silently.
 
     Args:
         arguments: the command line after the program's name. Of a sweep (-m), each value of each key is composed once,
             with the first values of the others, so that a mistake shows before the first job.
+
+    Returns:
+        Whether they ask for a sweep.
     """
     flags, words = _split(arguments)
     sweep = bool(flags & {"-m", "--multirun"})
     parsed = [_screen_one(word, sweep) for word in words]
     if flags & {"-h", "--help", "--hydra-help", "--version", "--shell-completion", "-sc"}:
-        return
+        return False
     choices = [_values(word, override) for word, override in zip(words, parsed)]
     first = [values[0] for values in choices if values]
     composed = _compose(first)
@@ -62,6 +65,7 @@ def screen_overrides(arguments: list[str]) -> None:
         raise ValueError(
             "--resolve: model=hf takes the model's sizes from model.path at the start; leave --resolve out."
         )
+    return sweep
 
 
 def _split(arguments: list[str]) -> tuple[set[str], list[str]]:

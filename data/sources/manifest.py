@@ -99,12 +99,19 @@ class Manifest:
     def open_tokenizer(self) -> Tokenizer:
         """The tokenizer that the tokens were made with. ValueError where its copy here is another."""
         if self.tokenizer_file is None:
-            if (kind := self.tokenizer.get("kind")) not in TOKENIZERS:
+            kind = self.tokenizer.get("kind")
+            if not isinstance(kind, str) or kind not in TOKENIZERS:
                 raise ValueError(
                     f"{self.folder}: the manifest names tokenizer {kind!r} and no file of it; prepare again"
                 )
             return TOKENIZERS[kind]()
-        tokenizer = load_tokenizer(str(self.path(self.tokenizer_file)), **self.tokenizer_settings)
+        try:
+            tokenizer = load_tokenizer(str(self.path(self.tokenizer_file)), **self.tokenizer_settings)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.folder}: {self.tokenizer_file.name} cannot be used with the manifest's settings ({error}); "
+                "restore it, or prepare the tokens again"
+            ) from None
         if tokenizer.identity != self.tokenizer:
             raise ValueError(
                 f"{self.folder}: {self.tokenizer_file.name} is not the tokenizer of the manifest; restore it, or "
@@ -188,13 +195,53 @@ def read_manifest(folder: str | Path) -> Manifest:
     if version != VERSION:
         raise ValueError(f"{path} has version {version!r}, and {VERSION} is read here; prepare the tokens again")
     try:
+        _check_types(values, MANIFEST_KINDS)
+        for key, value in values["tokenizer_settings"].items():
+            _check_types(value, SETTING_KINDS[key], f"tokenizer_settings.{key}")
         documents, tokens = values.pop("documents"), values.pop("tokens")
         manifest = from_values(root, values)
         _check(manifest, documents, tokens)
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, OverflowError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path} does not hold together ({reason}); prepare the tokens again") from None
     return manifest
+
+
+# What stands in the file, by key: a type, a list of one kind, or an object of kinds; None with what may also be null.
+FILE_KINDS: dict[str, Any] = {"name": str, "bytes": int, "sha256": str}
+SHARD_KINDS: dict[str, Any] = {
+    "tokens_file": FILE_KINDS, "index_file": FILE_KINDS, "documents": int, "tokens": int, "max_id": int, "source": str,
+}  # fmt: skip
+MANIFEST_KINDS: dict[str, Any] = {
+    "documents": int, "tokens": int, "tokenizer": dict, "tokenizer_file": (FILE_KINDS, None),
+    "tokenizer_settings": dict,
+    "vocab_size": int, "dtype": str, "counts_bytes": bool, "source": dict, "shard_tokens": int, "shards": [SHARD_KINDS],
+}  # fmt: skip
+
+
+SETTING_KINDS = {"pattern": (str, None), "bos_token": (str, None), "eos_token": (str, None)}
+
+
+def _check_types(value: Any, kind: Any, where: str = "") -> None:
+    """Raise TypeError, naming the field, where `value` is not of `kind`."""
+    if isinstance(kind, tuple):
+        if value is not None:
+            _check_types(value, kind[0], where)
+        return
+    wanted = type(kind) if isinstance(kind, (dict, list)) else kind
+    if type(value) is not wanted:
+        shown = repr(value) if len(repr(value)) < 40 else type(value).__name__
+        raise TypeError(f"{where} is {shown}, expected {wanted.__name__}")
+    if isinstance(kind, list):
+        for place, each in enumerate(value):
+            _check_types(each, kind[0], f"{where}[{place}]")
+    if isinstance(kind, dict):
+        if differing := sorted(value.keys() ^ kind.keys()):
+            raise TypeError(f"{where or 'the manifest'} has no {differing[0]!r}, or should have none")
+        for key, inner in kind.items():
+            _check_types(value[key], inner, f"{where}.{key}".lstrip("."))
+    if kind is int and not 0 <= value < 1 << 62:
+        raise TypeError(f"{where} is {value}, out of range")
 
 
 def from_values(folder: Path, values: dict[str, Any]) -> Manifest:

@@ -166,6 +166,11 @@ def from_shards(config: SourceConfig, tokenizer: Tokenizer, vocab_size: int, see
             f"data.path={config.path} holds token id {largest}, outside the model's {vocab_size} ids; raise "
             f"model.vocab_size to {manifest.vocab_size} or prepare the text again"
         )
+    if manifest.counts_bytes and largest >= tokenizer.vocab_size:
+        raise ValueError(
+            f"data.path={config.path} holds token id {largest}, and its tokenizer has {tokenizer.vocab_size} ids; "
+            "prepare the text again"
+        )
     manifest.verify(hashes=config.verify == "full")
     return TokenShards(manifest)
 

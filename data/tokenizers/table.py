@@ -37,6 +37,12 @@ def load_tokenizer(
             f"data.tokenizer={name!r} is unknown: it is no file (looked for {path}); choose one of {known}, or give a "
             "tokenizer.json or a tiktoken rank file"
         )
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise ValueError(
+            f"data.tokenizer={name} cannot be read ({error.strerror or error}); give a file that can"
+        ) from None
     if path.suffix == ".json":
         if pattern is not None:
             raise ValueError(

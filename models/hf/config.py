@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from models.config import Activation, Mlp, ModelConfig, Norm, Positions
+from models.config import LARGEST, Activation, Mlp, ModelConfig, Norm, Positions
 from models.hf.files import CheckpointError
 from models.hf.names import ARCHITECTURES
 
@@ -114,6 +114,9 @@ class _Values:
         found = otherwise if found is None else found
         if type(found) is not int or found < 1:
             raise CheckpointError(f"config.json: {key}={_short(found)} must be a whole number of 1 or more.")
+        most = LARGEST["layers"] if key in ("num_hidden_layers", "n_layer") else LARGEST["max_positions"]
+        if found > most:
+            raise CheckpointError(f"config.json: {key}={found} is beyond {most}, the most that is read; mend the file.")
         return found
 
     def activation(self, key: str) -> Activation:

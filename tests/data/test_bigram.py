@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from data import bigram
 from data.bigram import bigram_bits_per_byte
 from data.config import DataConfig
 from data.loader import PackedLoader
@@ -77,3 +78,14 @@ def test_tokens_that_are_no_bytes_are_refused(tmp_path: Path, corpus: str) -> No
         bigram_bits_per_byte(*loaders(DataConfig(source="files", paths=[str(path)], eval_fraction=0.4)))
     with pytest.raises(ValueError, match="predicts no bytes"):
         bigram_bits_per_byte(PackedLoader(DataConfig(), 258, 0), [])
+
+
+@pytest.mark.parametrize("most", [50, 1 << 20])
+def test_counting_says_how_far_it_is(source_keys, monkeypatch, most):
+    monkeypatch.setattr(bigram, "_CHUNK", 20)
+    config = DataConfig(source="files", **source_keys("files"), seq_len=64, rows=2, eval_fraction=0.2)
+    train, held = PackedLoader(config, 258, 0), PackedLoader(config, 258, 0, "eval")
+    said: list[tuple[int, int]] = []
+    plain = bigram_bits_per_byte(train, held, max_tokens=most)
+    assert bigram_bits_per_byte(train, held, max_tokens=most, counted=lambda *n: said.append(n)) == plain
+    assert said == sorted(said) and {n for _, n in said} == {min(most, train.total_tokens())}

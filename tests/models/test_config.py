@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from models.config import ModelConfig, Positions
+from models.config import LARGEST, ModelConfig, Positions
 
 
 def test_presets_validate_and_give_every_size(preset):
@@ -37,7 +37,7 @@ def test_a_missing_size_and_a_wrong_name_are_refused():
     [
         (dict(kv_heads=3), ["heads=4", "kv_heads=3"]),
         (dict(head_dim=5), ["head_dim=5", "odd", "6"]),
-        (dict(layers=0), ["layers=0", "at least 1"]),
+        (dict(layers=0), ["layers=0", "1 to 10000"]),
         (dict(ffn=-2), ["ffn=-2"]),
         (dict(norm_eps=0.0), ["norm_eps=0.0"]),
         (dict(norm_eps=float("nan")), ["norm_eps=nan"]),
@@ -97,3 +97,13 @@ def test_preset_keeps_the_published_constants(name, load_preset):
     """A wrong rotary base or epsilon trains well and goes unnoticed."""
     config = load_preset(name)
     assert (config.rope_theta, config.norm_eps, config.tied_embeddings) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_a_size_beyond_any_model_is_refused_at_once(preset, name: str):
+    from kernels.attention.checks import MAX_HEAD_DIM
+
+    assert LARGEST["head_dim"] == MAX_HEAD_DIM
+    values = {"head_dim": 8, "heads": 4, "kv_heads": 4} | {name: LARGEST[name] + 1}
+    with pytest.raises(ValueError, match=rf"model\.{name}={LARGEST[name] + 1} must lie in 1 to {LARGEST[name]}"):
+        dataclasses.replace(preset, **values).validate()

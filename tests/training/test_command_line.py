@@ -121,6 +121,11 @@ def test_mistake_dies_before_torch_is_loaded():
         (["strategy=magic"], "strategy/magic.*usp"),
         (["model.attention=magic"], "magic"),
         (["data.rows=6", "run.accumulate=4"], "run.accumulate=4.*data.rows=6"),
+        (["model.head_dim=300"], "model.head_dim=300 must lie in 1 to 256"),
+        (["model.layers=1000000000"], "model.layers=1000000000 must lie in 1 to 10000"),
+        (["nproc=1000000"], "nproc=1000000 must lie in 1 to 4096"),
+        (["nproc=1000", "data.rows=1000"], "nproc=1000 would start 1000 processes.*run=plan"),
+        (["wandb.project=a/b"], "wandb.project=a/b: W&B takes"),
     ],
 )
 def test_bad_input_ends_before_training(tmp_path, overrides, named):

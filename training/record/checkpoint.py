@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -23,6 +23,18 @@ from parallel.weights.data_parallel import placed_like, whole
 
 MARKER = "COMPLETE"
 FILES = {"model.safetensors", "optimizer.safetensors", "state.json"}
+
+
+class NotSaved(OSError):
+    """A checkpoint that could not be written, in one sentence."""
+
+
+def why_not(error: Exception) -> str:
+    """The system's reason in a few words, whichever library met it."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    known = re.search(r"\b(No space left on device|[A-Z][a-z]+(?: [a-z]+)+)(?= ?\(os error)", str(error))
+    return known[1] if known else str(error).splitlines()[0]
 
 
 @dataclass(frozen=True)
@@ -55,17 +67,29 @@ def write_checkpoint(folder: Path, step: int, tensors: Snapshot, state: dict[str
 
     Returns:
         The checkpoint's path.
+
+    Raises:
+        NotSaved: the disk is full, or cannot be written; what was written is gone, earlier checkpoints stay.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     target, temporary = folder / f"step_{step:08d}", folder / f".writing_step_{step:08d}"
-    for leftover in folder.glob(".writing_step_*"):
-        shutil.rmtree(leftover)
-    temporary.mkdir()
-    _write_tensors(temporary / "model.safetensors", tensors.model)
-    _write_tensors(temporary / "optimizer.safetensors", tensors.optimizer)
-    _write_text(temporary / "state.json", json.dumps({"step": step, **state}, indent=1))
-    marker = {p.name: [p.stat().st_size, _checksum(p)] for p in sorted(temporary.iterdir())}
-    sync_path(temporary)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob(".writing_step_*"):
+            shutil.rmtree(leftover)
+        temporary.mkdir()
+        _write_tensors(temporary / "model.safetensors", tensors.model)
+        _write_tensors(temporary / "optimizer.safetensors", tensors.optimizer)
+        _write_text(temporary / "state.json", json.dumps({"step": step, **state}, indent=1))
+        marker = {p.name: [p.stat().st_size, _checksum(p)] for p in sorted(temporary.iterdir())}
+        sync_path(temporary)
+    except (OSError, SafetensorError) as error:  # a full disk is either
+        shutil.rmtree(temporary, ignore_errors=True)
+        kept = complete_checkpoints(folder)
+        last = f"the last complete one is {kept[-1]}" if kept else "there is none yet"
+        raise NotSaved(
+            f"the checkpoint of step {step} cannot be written to {folder} ({why_not(error)}); {last}. Make room, "
+            "and the same command goes on from there."
+        ) from error
     if target.exists():
         _remove(target)
     os.rename(temporary, target)

@@ -44,8 +44,13 @@ class RunFolder:
         return self.path / "summary.json"
 
     def __enter__(self) -> "RunFolder":
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / ".lock").open("w")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={self.path} cannot be written ({error.strerror or error}); give another run.dir."
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -68,11 +68,16 @@ class MetricsFile:
     Args:
         path: the file; created when absent.
         resume_step: keep only the lines of steps up to this one (0: start anew).
+
+    Attributes:
+        lost: steps up to `resume_step` that have no line.
     """
 
     def __init__(self, path: Path, resume_step: int = 0):
         self.path = path
         kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
+        there = {row["step"] for row in kept}
+        self.lost = [step for step in range(1, resume_step + 1) if step not in there]
         temporary = path.with_suffix(".jsonl.tmp")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(temporary, path)

@@ -1,7 +1,9 @@
 """What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere, and a table at the end."""
 
+import contextlib
 import math
 import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from rich.console import Console
@@ -61,6 +63,15 @@ class ProgressReport:
     def line(self, text: str) -> None:
         """Print one line, above the bar if there is one."""
         self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+@contextlib.contextmanager
+def counting(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar for `(done, most)` on a terminal, gone at the end; nothing elsewhere."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, most: progress.update(task, completed=done, total=most)
 
 
 def describe_evaluation(values: dict[str, float | int | None]) -> str:

@@ -21,12 +21,15 @@ from parallel.plan.layout import PackedLayout
 from parallel.plan.mesh import AXES, CP, LINKS, MeshSpec
 from parallel.plan.plan import Plan
 from parallel.price.cluster import load_cluster
+from parallel.price.predict import predict_plan
 from parallel.proof.verify import verify
 from training.config import Config, Precision, config_hash
 from training.outcome import Outcome
 from training.show.coverage_figure import draw_coverage
 from training.show.plan_style import save_figure
 from training.show.timeline_figure import draw_timeline
+
+MANY = 64  # ranks of a sequence from which on each part of the work is announced
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,14 @@ def show_plan(config: Config, console: Console) -> Outcome:
     ranks = mesh.group_of(0, *CP)
     masks = model.layer_masks()
     console.print(_heading(config, layout, mesh, world), highlight=False, markup=False)
+    many, cluster = mesh.cp >= MANY, load_cluster(config.strategy.planner.cluster)
+    if many:
+        console.print(
+            f"planning {mesh.cp} ranks, which share {layout.total_tokens:,} tokens: this can take minutes (fewer ranks "
+            "take less)",
+            highlight=False,
+            markup=False,
+        )
     began = time.perf_counter()
     resolved = resolve(config.strategy, mesh, layout, shape, masks)
     seconds = time.perf_counter() - began
@@ -73,20 +84,23 @@ def show_plan(config: Config, console: Console) -> Outcome:
     for mask in dict.fromkeys(masks):
         began = time.perf_counter()
         plan = resolved.plans[mask]
+        if many:
+            console.print(f"proving {mask}", highlight=False, markup=False)
         verify(plan)
         proved = time.perf_counter()
         console.print(
             f"\n{mask} ({masks.count(mask)} of {len(masks)} layers), for one layer: "
-            f"verified in {(proved - began) * 1e3:.0f} ms, hash {plan.hash}",
+            f"verified in {(proved - began) * 1e3:.0f} ms, hash {plan.hash}, predicted attention "
+            f"{predict_plan(plan, cluster).total_s * 1e3:.3g} ms on {cluster.name}",
             highlight=False,
             markup=False,
         )
         console.print(rank_table(plan, ranks))
+        if many:
+            console.print("drawing who computes which pair, and when", highlight=False, markup=False)
         name = f"{file_name(resolved.strategy.labelled(AXES))}-{plan.hash[:8]}"
         paths = save_figure(draw_coverage(plan), folder, f"{name}-coverage")
-        paths += save_figure(
-            draw_timeline(plan, ranks, load_cluster(config.strategy.planner.cluster)), folder, f"{name}-timeline"
-        )
+        paths += save_figure(draw_timeline(plan, ranks, cluster), folder, f"{name}-timeline")
         for path in paths:
             console.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
     return Outcome(0, None, folder)

@@ -40,6 +40,11 @@ def launch(config: Config) -> Outcome:
         )
     place = given or Place()
     ranks = place.world if given else config.nproc or 1
+    if given is None and ranks > (most := max(64, 4 * (os.cpu_count() or 1))):
+        raise ConfigError(
+            f"nproc={ranks} would start {ranks} processes on this machine of {os.cpu_count()} cores; use nproc={most} "
+            f"or fewer, torchrun or Slurm on more machines, or run=plan to look at the schedule alone."
+        )
     config.check_ranks(ranks)
     check_compiler(config, os.environ)
     if ranks > place.world:
@@ -49,6 +54,17 @@ def launch(config: Config) -> Outcome:
     from training.start.rank import run_rank  # loads torch
 
     return run_rank(config, place)
+
+
+def refuse_sweep() -> None:
+    """ConfigError where a launcher gave this process its ranks: a sweep's second job would meet the first one's group,
+    and each rank would name the sweep's folder by its own clock."""
+    given = given_place(os.environ)
+    if given is not None and given.world > 1:
+        raise ConfigError(
+            f"-m runs one job after the other, and the launcher gives the {given.world} ranks of one job; start each "
+            f"with its own torchrun or srun, or leave the launcher out and set nproc={given.world}."
+        )
 
 
 def group_sweep(config: Config, name: str) -> None:

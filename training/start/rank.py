@@ -4,7 +4,8 @@ import torch
 from rich.console import Console
 
 from kernels.api import BACKENDS
-from training.config import Config, ConfigError
+from kernels.attention.backends import choose_backend
+from training.config import Config, ConfigError, Precision
 from training.loop import train
 from training.outcome import Outcome, PeerLost
 from training.place import Place
@@ -27,6 +28,12 @@ def run_rank(config: Config, place: Place) -> Outcome:
     device = pick_device(config.run.device, place.local_rank if place.world > 1 else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if config.model.attention != "auto":
+        dtype = torch.bfloat16 if config.run.precision is Precision.bf16 else torch.float32
+        try:
+            choose_backend(config.model.attention, torch.empty(0, 1, 1, dtype=dtype, device=device))
+        except ValueError as error:
+            raise ConfigError(f"model.attention={config.model.attention}: {error}.") from error
     try:
         team = join(config, place, device)
         outcome = train(config, Console(soft_wrap=True, quiet=not team.first), team)

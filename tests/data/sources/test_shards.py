@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from data.config import DataConfig
 from data.loader import PackedLoader
@@ -264,3 +265,53 @@ def test_memory_stays_flat(tmp_path: Path, shards: int, documents: int) -> None:
     print(f"grew by {flat:.0f} MB while {tokens * 2 / 1e6:.0f} MB were read, by {kept:.0f} MB where pages are kept")
     assert kept > tokens * 2 / 1e6 * 0.9
     assert flat < 40
+
+
+def places(value: Any, at: tuple = ()) -> list[tuple]:
+    """The path to everything in a JSON value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [at, *(found for key, each in inner for found in places(each, (*at, key)))][0 if at else 1 :]
+
+
+WRONG = [None, True, -1, 3, 1.5, 1 << 70, "", "word", [], [3], {}, {"a": 1}]
+
+
+def test_every_field_of_a_manifest_with_every_wrong_value_is_one_sentence_or_changes_nothing(folder: Path) -> None:
+    path = folder / "manifest.json"
+    whole = json.loads(path.read_text())
+    usual, tried = load(folder, verify="sizes").batch(0).tokens, 0
+    for place in places(whole):
+        for wrong in WRONG:
+            values = json.loads(json.dumps(whole))
+            inner = values
+            for key in place[:-1]:
+                inner = inner[key]
+            if type(inner[place[-1]]) is type(wrong) and inner[place[-1]] == wrong:
+                continue
+            inner[place[-1]] = wrong
+            path.write_text(json.dumps(values))
+            tried += 1
+            try:
+                found = load(folder, verify="sizes").batch(0).tokens
+            except ValueError as error:
+                named = str(folder) in str(error) or "shard-00000" in str(error)
+                assert named and "\n" not in str(error), (place, wrong, error)
+            else:
+                assert torch.equal(found, usual), (place, wrong)
+    assert tried > 200
+
+
+@pytest.mark.parametrize("edit", [lambda v: v.pop("source"), lambda v: v["shards"][0].pop("max_id"),
+                                  lambda v: v["shards"][0]["index_file"].pop("sha256"),
+                                  lambda v: v["tokenizer_settings"].update(other="x")])  # fmt: skip
+def test_a_manifest_that_lacks_a_field_is_one_sentence(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    change(folder, edit)
+    with pytest.raises(ValueError, match=r"manifest\.json does not hold together") as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_ids_beyond_the_tokenizer_are_refused_though_the_model_knows_them(folder: Path) -> None:
+    change(folder, lambda values: (values.update(vocab_size=500), values["shards"][0].update(max_id=400)))
+    with pytest.raises(ValueError, match=r"holds token id 400, and its tokenizer has 258 ids"):
+        load(folder, 500)

@@ -347,3 +347,20 @@ def test_files_stay_under_the_size_that_was_asked_for(load_preset):
     names = [piece.theirs for shard in shards for piece in shard.pieces]
     assert len(names) == len(set(names))
     assert len(split_shards("llama", config, torch.float32, 1)) == len(names)  # a file each, none empty
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings",
+                                 "vocab_size", "num_key_value_heads", "head_dim", "intermediate_size"])  # fmt: skip
+@pytest.mark.parametrize("size", [10**9, 10**13, 10**20])
+def test_a_config_of_absurd_sizes_is_refused_at_once(kind, key, size):
+    raw = {"model_type": kind, "head_dim": 64, "hidden_size": 256, "num_attention_heads": 4, key: size}
+    if kind != "gpt2":
+        raw["num_key_value_heads"] = size if key == "num_key_value_heads" else 4
+    if (kind == "gpt2" and key in ("num_key_value_heads", "head_dim", "intermediate_size")) or (
+        key == "max_position_embeddings" and size == 10**9
+    ):
+        return
+    with pytest.raises(ValueError, match=rf"{size}|must lie in 1 to|multiple") as caught:
+        read_config(raw)
+    assert "\n" not in str(caught.value)

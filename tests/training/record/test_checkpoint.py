@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from training.record import checkpoint as ck
@@ -282,3 +283,37 @@ def test_a_snapshot_that_nobody_keeps_is_empty(tmp_path):
     kept = ck.snapshot(*trained())
     assert set(kept.model) == {"0.weight", "0.bias", "1.weight", "1.bias"}
     assert not any(tensor.requires_grad for tensor in kept.model.values())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+@pytest.mark.parametrize("part", ["_write_tensors", "_write_text", "sync_path"])
+def test_a_full_disk_is_one_sentence_and_leaves_the_last_checkpoint(tmp_path, monkeypatch, part, error):
+    first = save(tmp_path, 1, *trained(), {}, keep=2)
+
+    def fail(*arguments: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ck, part, fail)
+        with pytest.raises(
+            ck.NotSaved, match=r"step 2 cannot be written to .* \(No space left on device\); the last"
+        ) as it:
+            save(tmp_path, 2, *trained(), {}, keep=2)
+    assert str(first) in str(it.value) and "\n" not in str(it.value)
+    assert list(tmp_path.iterdir()) == [first] and ck.is_intact(first)
+    assert save(tmp_path, 2, *trained(), {}, keep=2).name == "step_00000002"
+
+
+def test_a_first_save_on_a_full_disk_names_no_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        ck, "save_file", lambda *arguments: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    with pytest.raises(ck.NotSaved, match="there is none yet"):
+        save(tmp_path, 1, *trained(), {}, keep=1)
+    assert not list(tmp_path.iterdir())

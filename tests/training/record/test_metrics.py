@@ -62,3 +62,11 @@ def test_a_damaged_line_in_the_middle_is_named_not_dropped(tmp_path):
     with pytest.raises(ValueError, match=r"m\.jsonl:2"):
         MetricsFile(path, resume_step=3)
     assert "step" in path.read_text().splitlines()[2]
+
+
+@pytest.mark.parametrize(("kept", "lost"), [([1, 2, 3], []), ([1, 3], [2]), ([], [1, 2, 3]), ([2, 3, 4], [1])])
+def test_lines_that_were_lost_are_noticed(tmp_path, kept, lost):
+    path = tmp_path / "m.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "train/loss": 1.0}) + "\n" for step in kept))
+    assert MetricsFile(path, resume_step=3).lost == lost
+    assert MetricsFile(path).lost == []

@@ -85,6 +85,19 @@ def test_a_list_of_nodes_that_cannot_be_read_is_named(nodes):
         first_host(nodes)
 
 
+@pytest.mark.parametrize(
+    "environment", [{"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, SLURM, {**SLURM, "SLURM_PROCID": "0"}]
+)
+def test_a_sweep_under_a_launcher_is_refused_before_a_rank_starts(environment, tmp_path):
+    command = [sys.executable, str(ROOT / "train.py"), "-m", "run.seed=1,2", *SMALL]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and not done.stdout and not list(tmp_path.iterdir())
+    world = environment.get("WORLD_SIZE", "16")
+    assert re.fullmatch(rf"error: -m runs one job .* {world} ranks of one job; .* nproc={world}\.\n", done.stderr)
+
+
 def test_clash_with_the_launcher_is_refused(make_config, monkeypatch):
     for key, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(key, value)
