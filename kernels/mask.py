@@ -1,7 +1,7 @@
 """The mask language of every kernel: for each query one contiguous interval of keys, with ends that never decrease.
 
 Causal, full, sliding-window and document masks between two position-sorted blocks of one sequence all have this form
-(a staircase band); a mask that does not (a shared prefix, a tree) is a list of disjoint bands.
+(a staircase band); a mask that does not (first keys beside a window, a tree) is a list of disjoint bands.
 """
 
 from __future__ import annotations
@@ -67,10 +67,6 @@ class IntervalMask:
         self.k_start, self.k_end, self.q_start, self.q_end = (x.contiguous() for x in sides.values())
         self.cache: dict[Any, Any] = {}
         _validate_form(self)
-        # kernels read them as flat arrays, and a caller's may be columns of one tensor
-        self.k_start, self.k_end, self.q_start, self.q_end = (
-            x.contiguous() for x in (self.k_start, self.k_end, self.q_start, self.q_end)
-        )
         if self.device.type == "cpu":
             _validate_values(self)
         setattr(self.k_start, _OWNER, _Owner(self))
@@ -260,6 +256,7 @@ def document_masks(
     Raises:
         ValueError: documents that overlap, end before they start or leave the buffer (lists and CPU tensors).
     """
+    check_spec(spec)
     return _document_masks(spec.bands, starts, stops, total, device)
 
 
@@ -292,6 +289,7 @@ def position_masks(
     Raises:
         ValueError: positions that do not increase, or bad documents (lists and CPU tensors).
     """
+    check_spec(spec)
     return _position_masks(spec.bands, q_positions, k_positions, starts, stops, device)
 
 
@@ -355,6 +353,12 @@ def require_disjoint(masks: Sequence[IntervalMask]) -> None:
     masks[0].cache[key] = tuple(masks[1:])  # holding the others keeps their ids from being reused
 
 
+def check_spec(spec: Any) -> None:
+    """Raise ValueError unless `spec` is a MaskSpec."""
+    if not isinstance(spec, MaskSpec):
+        raise ValueError(f"spec must be a MaskSpec, not {type(spec).__name__}; MaskSpec() is causal")
+
+
 def _band(causal: bool, window: int | tuple[int, int] | None) -> Band:
     """The band of a causal or full mask under a window, which may have two sides (-1: all)."""
     check_flag("causal", causal)
@@ -364,7 +368,7 @@ def _band(causal: bool, window: int | tuple[int, int] | None) -> Band:
     left, right = (operator.index(side) for side in window)
     if min(left, right) < -1:
         raise ValueError(f"window {window} has a side below -1; use -1 for an unbounded side")
-    left, right = (UNBOUNDED if side == -1 else side for side in (left, right))
+    left, right = (UNBOUNDED if side == -1 else min(side, UNBOUNDED) for side in (left, right))
     return Band((BandPiece(left, 0 if causal else right),))
 
 

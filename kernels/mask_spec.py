@@ -5,7 +5,8 @@
     MaskSpec(window=w)                    its own position and the w - 1 before it (as many after it, if not causal)
     MaskSpec(chunk=c)                     only its own chunk of c tokens, counted from the document's start (Llama 4)
     MaskSpec(prefix=P)                    causal, but the first min(P, length) tokens all see each other (prefix LM)
-    MaskSpec(window=w, first=s)           the window, and the document's first s keys beside it (StreamingLLM, sinks)
+    MaskSpec(window=w, first=s)           the window, and the document's first s keys, if they lie before all that the
+                                          window holds (StreamingLLM's sinks); beside a chunk likewise
 
 A mask is a list of disjoint **bands**. In each a query sees one interval of keys, and both ends of the interval never
 decrease from query to query: the form that kernels take (`kernels.mask.IntervalMask`). A band is made of **pieces**,
@@ -137,6 +138,8 @@ class MaskSpec:
     first: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.causal, bool):
+            raise ValueError(f"causal={self.causal!r} must be True or False; a window is MaskSpec(window=...)")
         for name in ("window", "chunk", "prefix", "first"):
             object.__setattr__(self, name, self._whole_number(name, getattr(self, name)))
         if self.window is not None and self.chunk is not None:
@@ -165,10 +168,12 @@ class MaskSpec:
         try:
             number = operator.index(value)
         except TypeError:
-            raise ValueError(f"{name}={value!r} is no whole number; give tokens, or None for no {name}") from None
-        if number < 1 or number >= UNBOUNDED or isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} is no whole number; give tokens, or leave {name} out (null)") from None
+        if number >= UNBOUNDED:
+            raise ValueError(f"{name}={value} is longer than any sequence; leave {name} out, or use below {UNBOUNDED}")
+        if number < 1 or isinstance(value, bool):
             what = "hides a query's own position; use at least 1" if name == "window" else "must be at least 1"
-            raise ValueError(f"{name}={value} {what}, or None for no {name}")
+            raise ValueError(f"{name}={value} {what}, or leave {name} out (null)")
         return number
 
     @property

@@ -4,10 +4,11 @@ It is a structured config for OmegaConf (plain types and enums only). Sizes have
 `conf/model/` give them, each with its source.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kernels.mask_spec import MaskSpec
+from kernels.mask_spec import UNBOUNDED, MaskSpec
 
 # The largest of each size: no model comes near, and a file or a command that says more is wrong. Heads are as wide as
 # `kernels.attention.checks.MAX_HEAD_DIM`.
@@ -143,8 +144,17 @@ class ModelConfig:
 
     def _validate_masks(self) -> None:
         """Raise ValueError for lists that the layers do not repeat, and for masks that are none, naming the key."""
+        for key in ("prefix", "first"):
+            try:
+                MaskSpec(**{key: getattr(self, key)}, **({"window": UNBOUNDED - 1} if key == "first" else {}))
+            except ValueError as error:
+                raise ValueError(f"model.{error}") from None
         for key in ("window", "chunk"):
             values = getattr(self, key)
+            if values is not None and (isinstance(values, str) or not isinstance(values, Sequence)):
+                raise ValueError(
+                    f"model.{key}={values!r} must be a list, an entry for each layer, repeated: model.{key}=[{values}]"
+                )
             if values is not None and (len(values) == 0 or self.layers % len(values)):
                 raise ValueError(
                     f"model.{key} lists {len(values)} layers, which does not divide model.layers={self.layers}; "

@@ -92,10 +92,6 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
         "held[start + 1 : stop + 1 : stride] = 2",
     ): "a mark that is any number but 0",
     (
-        "parallel/plan/visibility.py", "UNBOUNDED = 2**40  # a reach longer than any sequence", "number",
-        "UNBOUNDED = 2**39  # a reach longer than any sequence",
-    ): "longer than any sequence, too",
-    (
         "parallel/plan/visibility.py",
         "first = start + np.maximum(spans[at, 0] - start + stride - 1, 0) // stride * stride", "number",
         "first = start + np.maximum(spans[at, -1] - start + stride - 1, 0) // stride * stride",
@@ -110,7 +106,7 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
         "first = start + np.maximum(spans[at, 0] - start + stride - 1, 0) // stride * stride", "arithmetic",
         "first = start + (np.maximum(spans[at, 0] - start + stride - 1, 0) * stride) * stride",
     ): "a hit that is not sure is asked again, exactly",
-    ("parallel/plan/visibility.py", "if not aligned.all():", "condition", "if True:"): SHORTCUT,
+    ("parallel/plan/visibility.py", "if aligned.all():", "condition", "if False:"): SHORTCUT,
     (
         "parallel/proof/coverage.py",
         "if any(h[0] <= heads[0] and heads[1] <= h[1] and inside(tokens, p) for p, h in parts):", "number",

@@ -20,7 +20,25 @@ class Block:
     k_tokens: TokenSet
     heads: Heads  # of queries
     rank: int  # that computes it,
-    step: int  # at this place of its program
+    step: int  # at this place of its program; SINK: no attention, but what a sink would add to a row
+
+
+SINK = -1
+
+
+def sink_fault(own: TokenSet, heads: Heads, blocks: list[tuple[Block, TokenSet, Heads]]) -> str | None:
+    """Why a sink does not join each row of `own` once, or None."""
+    sinks = [(tokens, part) for block, tokens, part in blocks if block.step == SINK]
+    for head in range(*heads):
+        held = [tokens for tokens, part in sinks if part[0] <= head < part[1]]
+        if held == [own]:
+            continue
+        joined = np.concatenate([np.zeros(0, np.int64), *(tokens.expand() for tokens in held)])
+        times = (joined[:, None] == own.expand()[None]).sum(0)
+        if own.count and (times != 1).any():
+            at = int((times != 1).argmax())
+            return f"head {head}: a sink would join query {own.expand()[at]} {times[at]} times"
+    return None
 
 
 def covered(tokens: TokenSet, heads: Heads, parts: Iterable[tuple[TokenSet, Heads]]) -> bool:

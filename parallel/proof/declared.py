@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from parallel.plan.ir import Buffer, Program
 from parallel.plan.plan import Plan
-from parallel.proof.coverage import coverage_fault, covered, repeats
+from parallel.proof.coverage import coverage_fault, covered, repeats, sink_fault
 from parallel.proof.memory import LSE, Content, PlanError
 
 INPUTS = {"forward": ("q", "kv"), "backward": ("grad_out",)}
@@ -29,6 +29,9 @@ def check_declared(plan: Plan, direction: str, program: Program, left: dict[str,
             _check_saved(plan, program, name, left, fail)
     if len(program.accumulators) != 1:
         raise fail(f"{len(program.accumulators)} buffers are accumulators; one is, for a sink joins it once")
+    unknown = sorted(set(program.results) - set(RESULTS[direction]))
+    if unknown:
+        raise fail(f"{unknown[0]} is no result of {direction}; it has {' and '.join(RESULTS[direction])}")
     for what, kinds in RESULTS[direction].items():
         name = program.results.get(what)
         if name not in program.buffers:
@@ -81,5 +84,6 @@ def _check_saved(
             raise fail(f"forward does not write all of {name}, which backward reads")
         if buffer.kind == "partial":
             fault = coverage_fault(plan.sight, buffer.tokens, buffer.heads, left[name].blocks, True, plan.shape.group)
+            fault = fault or sink_fault(buffer.tokens, buffer.heads, left[name].blocks)
             if fault:
                 raise fail(f"{name} is not finished when forward leaves it: {fault}")

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from parallel.plan.ir import Buffer, Heads, Kind, Program, fields_of
-from parallel.plan.tokens import TokenSet
-from parallel.proof.coverage import Block, covered, meets, repeats
+from parallel.plan.tokens import EMPTY, TokenSet
+from parallel.proof.coverage import SINK, Block, covered, meets, repeats
 
 
 class PlanError(ValueError):
@@ -53,6 +53,9 @@ class Memory:
             else:
                 whole = buffer.role == "input" or buffer.kind in ZEROED
                 self.content[name] = Content([(buffer.tokens, buffer.heads)] if whole else [])
+                if buffer.role == "accumulator":
+                    sink = Block(buffer.tokens, EMPTY, buffer.heads, program.rank, SINK)
+                    self.content[name].blocks.append((sink, buffer.tokens, buffer.heads))
 
     def buffer(self, name: str, *kinds: Kind) -> Buffer:
         """The buffer, of one of `kinds` where they are given."""

@@ -9,7 +9,7 @@
   still every rank reaches its end;
 - a buffer is written before it is read, is not touched while a batch holds it, and temporaries are freed once
   (`memory.py`); it is what it is said to be (`declared.py`);
-- sums travel exact, and are rounded only when a rank's share, or the whole, is complete (`shares.py`);
+- sums travel exact, and are rounded only when a rank's share, or the whole, is complete (`contributions.py`);
 - what the exchange claims: no key or query travels to a rank that does not need it.
 
 Pairs are checked in closed form on ranges: memory grows with the tokens, never with the pairs. docs/proof.md lists the
@@ -39,7 +39,7 @@ from parallel.plan.ir import (
 from parallel.plan.plan import DIRECTIONS, Plan
 from parallel.plan.tokens import TokenSet
 from parallel.proof.contributions import Contributions
-from parallel.proof.coverage import Block, coverage_fault, covered, in_one_piece, restrict
+from parallel.proof.coverage import Block, coverage_fault, covered, in_one_piece, restrict, sink_fault
 from parallel.proof.declared import check_declared
 from parallel.proof.memory import LSE, Content, Held, Memory, PlanError
 
@@ -58,6 +58,7 @@ def verify(plan: Plan) -> None:
     """
     if len(plan.ranks) != plan.size:
         raise ValueError(f"the plan holds {len(plan.ranks)} of {plan.size} ranks; plan all of them to verify it")
+    _check_placement(plan)
     left: list[dict[str, Content] | None] = [None] * plan.size
     for direction in DIRECTIONS:
         for rank, program in enumerate(plan.programs(direction)):
@@ -74,6 +75,16 @@ def verify(plan: Plan) -> None:
         left = [memory.content for memory in machine.memories]
 
 
+def _check_placement(plan: Plan) -> None:
+    """Every token of the batch belongs to one rank."""
+    owners = np.zeros(plan.placement.layout.total_tokens, np.int64)
+    for tokens in plan.placement.sets:
+        np.add.at(owners, tokens.expand(), 1)
+    if (owners != 1).any():
+        token = int((owners != 1).argmax())
+        raise PlanError(f"the placement gives token {token} to {owners[token]} ranks; each belongs to one")
+
+
 class _Machine:
     """Runs all ranks' steps on symbols, under the strict transport's rules."""
 
@@ -84,7 +95,7 @@ class _Machine:
             Memory(program, direction, partial(self.fail, rank), left[rank])
             for rank, program in enumerate(self.programs)
         ]
-        self.shares = Contributions(plan, direction)
+        self.contributions = Contributions(plan, direction)
         self.posted: list[dict[Key, Post]] = [{} for _ in self.programs]
         self.to_post = [{(s.comm, s.batch) for s in p.steps if isinstance(s, Post)} for p in self.programs]
         self.order: list[dict[str, list[int]]] = [defaultdict(list) for _ in self.programs]
@@ -130,6 +141,8 @@ class _Machine:
             self._stats(rank, step)
         elif isinstance(step, Copy):
             self._copy(rank, step)
+        elif isinstance(step, Add | Merge) and step.source == step.into:
+            raise self.fail(rank, f"{step.source} is added to itself")
         elif isinstance(step, Add):
             kind = memory.buffer(step.source, *GRADIENTS).kind
             memory.buffer(step.into, kind)
@@ -201,9 +214,11 @@ class _Machine:
         source, into = memory.buffer(step.source), memory.buffer(step.into)
         if into.kind != source.kind and (source.kind, into.kind) != ("partial", "out"):
             raise self.fail(rank, f"{step.source} holds {source.kind}, which cannot be copied as {into.kind}")
+        if source.kind == "stats":
+            raise self.fail(rank, f"{step.source} holds stats, which stay as they were made; make them again instead")
         held = memory.read(step.source, step.tokens, step.heads)
         blocks = restrict(held.blocks, step.tokens, step.heads)
-        fault = self.shares.rounding_fault(
+        fault = self.contributions.rounding_fault(
             (source.kind, source.exact), (into.kind, into.exact), step.tokens, step.heads, blocks
         )
         if fault:
@@ -227,7 +242,7 @@ class _Machine:
                 raise self.fail(rank, f"{message.buffer} holds no {message.kind} to send")
             held = memory.read(message.buffer, message.tokens, message.heads)
             blocks = restrict(held.blocks, message.tokens, message.heads)
-            fault = self.shares.rounding_fault(
+            fault = self.contributions.rounding_fault(
                 (buffer.kind, buffer.exact), (message.kind, message.exact), message.tokens, message.heads, blocks
             )
             if fault:
@@ -315,7 +330,7 @@ class _Machine:
         to_me = [i for i, m in enumerate(post.sends) if m.peer == rank]
         blocks = self.sent[key, message.peer, to_me[before]]
         buffer = memory.buffer(message.buffer)
-        fault = self.shares.rounding_fault(
+        fault = self.contributions.rounding_fault(
             (message.kind, message.exact), (buffer.kind, buffer.exact), message.tokens, message.heads, blocks
         )
         if fault:
@@ -369,5 +384,7 @@ def _check_result(plan: Plan, machine: _Machine, program: Program, what: str, of
     if own.count and not covered(own, full, content.written):
         raise PlanError(f"{where}: {name} is not written everywhere")
     fault = coverage_fault(plan.sight, own, full, content.blocks, of_queries, plan.shape.group)
+    if what == "out" and fault is None:
+        fault = sink_fault(own, full, content.blocks)
     if fault:
         raise PlanError(f"{where}: {fault}")

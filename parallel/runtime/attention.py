@@ -94,8 +94,8 @@ class _PlannedAttention(torch.autograd.Function):
         for (name, field), tensor in zip(ctx.names, tensors):
             given.setdefault(name, {})[field] = tensor
         run = ctx.engine.run(ctx.bound, "backward", given, ctx.options)
-        dq = run.get("grad_q").tensors["dq"]
-        dk, dv = run.get("grad_kv").tensors["dk"], run.get("grad_kv").tensors["dv"]
+        grad_q, grad_kv = (run.get(run.program.results[what]).tensors for what in ("grad_q", "grad_kv"))
+        dq, dk, dv = grad_q["dq"], grad_kv["dk"], grad_kv["dv"]
         dsink = None if sink is None else torch.zeros_like(sink) if run.sink_grad is None else run.sink_grad
         return dq.to(dout.dtype), dk.to(dout.dtype), dv.to(dout.dtype), dsink, None, None, None
 

@@ -211,6 +211,8 @@ class Execution:
         waiting = self.pending.pop((step.comm, step.batch))
         self.transport.finish(waiting.handle)
         for message, wire, slab in waiting.arriving:
+            if message.kind == "stats":  # what was derived from an earlier part of them is no longer true
+                self.get(message.buffer).stats = None
             if slab is None:
                 continue
             for part in self.bound.parts(message):

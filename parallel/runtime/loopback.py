@@ -83,9 +83,9 @@ def run_loopback(
         runs = _run(bound, "backward", saved, options, pools, result, backend, rules)
         result.dq, result.dk, result.dv = (torch.zeros_like(x) for x in (q, k, v))
         for run, at in zip(runs, index):
-            result.dq[at] = run.held["grad_q"].tensors["dq"].to(q.dtype)
-            result.dk[at] = run.held["grad_kv"].tensors["dk"].to(q.dtype)
-            result.dv[at] = run.held["grad_kv"].tensors["dv"].to(q.dtype)
+            grad_q, grad_kv = (run.get(run.program.results[what]).tensors for what in ("grad_q", "grad_kv"))
+            result.dq[at] = grad_q["dq"].to(q.dtype)
+            result.dk[at], result.dv[at] = grad_kv["dk"].to(q.dtype), grad_kv["dv"].to(q.dtype)
         if sink is not None:
             parts = [run.sink_grad for run in runs if run.sink_grad is not None]
             result.dsink = torch.stack(parts).sum(0) if parts else torch.zeros_like(sink)

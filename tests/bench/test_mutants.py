@@ -10,7 +10,7 @@ import pytest
 import bench.mutants.__main__ as bench
 from bench.mutants import run
 from bench.mutants.operators import OPERATORS, Mutant, mutants_of
-from bench.mutants.run import Outcome, Tree
+from bench.mutants.run import Tree, Verdict
 from bench.mutants.tables import EQUIVALENT, TESTS, answering
 
 SOURCE = '''"""A docstring of 1 number."""
@@ -142,11 +142,11 @@ def test_rows_rate_and_another_try(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Without running anything: the first survives, the second never ends, the third nothing can notice."""
     results = {}
 
-    def pretend(self: Tree, tasks: list) -> Iterator[Outcome]:
+    def pretend(self: Tree, tasks: list) -> Iterator[Verdict]:
         for number, (mutant, _) in enumerate(tasks):
             result = ["survived", "timeout", "survived", "killed"][number % 4]
             results[mutant] = result
-            yield Outcome(mutant, result, 1.0, "")
+            yield Verdict(mutant, result, 1.0, "")
 
     monkeypatch.setattr(Tree, "attempt_all", pretend)
     monkeypatch.setattr(Tree, "__enter__", lambda self: self)

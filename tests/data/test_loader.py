@@ -312,7 +312,7 @@ def test_a_state_of_another_corpus_seed_split_or_format_is_refused(corpus: Path,
 def test_the_states_format_is_pinned(corpus: Path) -> None:
     """A checkpoint of an earlier version is read as what it is: raise the number where its meaning changes."""
     state = PackedLoader(config_of(corpus), 258, 0).state_dict()
-    assert state["format"] == 2
+    assert state["format"] == 3
     assert set(state) == {"format", "fingerprint", "step", "epochs", "order", "pending"}
 
 

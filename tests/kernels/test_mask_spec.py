@@ -83,7 +83,7 @@ def test_pairs_of_long_documents_are_counted_at_once():
         (dict(chunk=0), "chunk=0 must be at least 1"),
         (dict(prefix=-3), "prefix=-3 must be at least 1"),
         (dict(window=4, first=True), "first=True must be at least 1"),
-        (dict(window=UNBOUNDED), "must be at least 1|hides"),
+        (dict(window=UNBOUNDED), "window=1099511627776 is longer than any sequence; leave window out, or use below"),
         (dict(window=4, chunk=8), "window=4 and chunk=8 do not go together"),
         (dict(causal=False, prefix=4), "prefix=4 needs a causal mask"),
         (dict(first=4), "first=4 adds nothing where a query sees its whole past"),
@@ -101,7 +101,7 @@ def test_other_types_of_numbers():
     code = """
 import sys
 from kernels.mask_spec import MaskSpec
-for options in (dict(window=2.5), dict(chunk='4'), dict(prefix=[1])):
+for options in (dict(window=2.5), dict(chunk='4'), dict(prefix=[1]), dict(causal=3), dict(causal=None)):
     try:
         MaskSpec(**options)
     except ValueError as error:
@@ -113,9 +113,11 @@ print(mask == MaskSpec(window=4), hash(mask) == hash(MaskSpec(window=4)), type(m
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
-        "window=2.5 is no whole number; give tokens, or None for no window",
-        "chunk='4' is no whole number; give tokens, or None for no chunk",
-        "prefix=[1] is no whole number; give tokens, or None for no prefix",
+        "window=2.5 is no whole number; give tokens, or leave window out (null)",
+        "chunk='4' is no whole number; give tokens, or leave chunk out (null)",
+        "prefix=[1] is no whole number; give tokens, or leave prefix out (null)",
+        "causal=3 must be True or False; a window is MaskSpec(window=...)",
+        "causal=None must be True or False; a window is MaskSpec(window=...)",
         "[]",
         "True True int",
     ]

@@ -78,13 +78,24 @@ def test_a_resumed_run_keeps_its_prefix(make_config):
         (dict(window=[8, None], chunk=[8, None]), "layer 0: model.window=8 and chunk=8 do not go together"),
         (dict(first=4), "model.first=4 keeps a document's first keys beside a window or a chunk, and no layer has one"),
         (dict(chunk=[4], first=8), "layer 0: model.first=8 reaches beyond the first chunk=4"),
-        (dict(prefix=0), "model.prefix=0 must be at least 1"),
+        (dict(prefix=0), "^model.prefix=0 must be at least 1, or leave prefix out"),
+        (dict(first=0, window=[4]), "^model.first=0 must be at least 1"),
+        (dict(prefix=10**15), "^model.prefix=1000000000000000 is longer than any sequence"),
         (dict(prefix=96), "model.prefix=96 leaves nothing to predict in rows of data.seq_len=96"),
     ],
 )
 def test_masks_that_are_none_are_refused_with_the_configuration(make_config, changes: dict, message: str):
     with pytest.raises((ConfigError, ValueError), match=message):
         make_config(model=changes).validate()
+
+
+@pytest.mark.parametrize(("key", "value"), [("chunk", 64), ("window", "8")])
+def test_a_size_alone_is_no_list(make_config, key: str, value: object):
+    """What annotations refuse in a test, and a library's user may give."""
+    config = make_config()
+    setattr(config.model, key, value)
+    with pytest.raises(ValueError, match=rf"^model.{key}={value!r} must be a list.*: model.{key}=\[{value}\]"):
+        config.model.validate()
 
 
 def test_each_layer_has_its_mask(make_config):

@@ -61,6 +61,10 @@ DECLARED: Broken = {
         "acc is an accumulator in one direction and not in the other",
         lambda: _swapped(),
     ),
+    "a result nobody asked for": (
+        "more is no result of forward; it has out",
+        lambda: _result(out="acc", more="nothing"),
+    ),
     "no result": ("no buffer is named as the result out", lambda: _result()),
     "result of a wrong kind": ("q is a buffer of q and cannot be the result out", lambda: _result(out="q")),
     "result in a temporary": (

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from parallel.plan.ir import Add, Attend, AttendBackward, Copy, Free, MakeStats, Message, Post, Step, Wait
+from parallel.plan.ir import Add, Attend, AttendBackward, Copy, Free, MakeStats, Merge, Message, Post, Step, Wait
 from parallel.plan.plan import Plan
 from tests.parallel.proof.drafts import BACKWARD, FORWARD, HEADS, KEYS, ONE, ZERO, Broken, Draft, ring, tokens, twice
 
@@ -43,7 +43,57 @@ def _without(direction: str, rank: int, kind: type, number: int = 0) -> Plan:
     return draft.plan()
 
 
+def _no_sink(**new: object) -> Plan:
+    """The rank's partial result is no accumulator, and one without tokens or heads is."""
+    draft = ring()
+    for direction in (FORWARD, BACKWARD):
+        draft.spare(direction, 0, "other", "acc", role="accumulator", **new).buffer(direction, 0, "acc", role="saved")
+    return draft.plan()
+
+
+def _sink_twice() -> Plan:
+    """What the accumulator begins with is copied and merged into it again."""
+    draft = ring().spare(FORWARD, 0, "copied", "acc")
+    first = draft.at(FORWARD, 0, Attend)
+    steps = (Copy("acc", "copied", ZERO, HEADS), Merge("copied", "acc"), Free("copied"))
+    return draft.add(FORWARD, 0, *steps, at=first).plan()
+
+
+def _no_sink_rows() -> Plan:
+    return _no_sink(tokens=tokens())
+
+
+def _merged_into_itself() -> Plan:
+    return ring().add(FORWARD, 0, Merge("acc", "acc"), at=0).plan()
+
+
+def _added_to_itself() -> Plan:
+    draft = ring()
+    at = draft.at(BACKWARD, 0, AttendBackward)
+    return draft.add(BACKWARD, 0, Add("grad_q", "grad_q", ZERO, HEADS), at=at).plan()
+
+
+def _copied_stats() -> Plan:
+    draft = ring().spare(BACKWARD, 0, "stats2", "stats")
+    at = draft.at(BACKWARD, 0, MakeStats) + 1
+    return draft.add(BACKWARD, 0, Copy("stats", "stats2", ZERO, HEADS), at=at).plan()
+
+
+def _token_of_two_ranks() -> Plan:
+    draft = ring()
+    placement = dataclasses.replace(draft.base.placement, units=(ZERO, ZERO))
+    draft.base = dataclasses.replace(draft.base, placement=placement)
+    return draft.plan()
+
+
 RESULTS: Broken = {
+    "no sink": (r"a sink would join query 0 0 times", _no_sink_rows),
+    "no sink in any head": (r"a sink would join query 0 0 times", lambda: _no_sink(heads=(0, 0))),
+    "a sink twice": ("a sink would join query 0 2 times", _sink_twice),
+    "merged into itself": ("acc is added to itself", _merged_into_itself),
+    "added to itself": ("grad_q is added to itself", _added_to_itself),
+    "stats copied": ("stats holds stats, which stay as they were made", _copied_stats),
+    "a token of two ranks": ("the placement gives token 0 to 2 ranks", _token_of_two_ranks),
     "queries out of order": (
         "attention needs queries in the sequence's order",
         lambda: ring().step(FORWARD, 0, Attend, q_tokens=tokens((6, 8), (0, 2))).plan(),

@@ -179,9 +179,9 @@ class Disk:
 
 def test_everything_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
     """Files and their folder before the rename, the rename before the marker; what is old goes last, unmarked first."""
-    ck.save_checkpoint(tmp_path, 1, *trained(), {}, keep=1)
+    save(tmp_path, 1, *trained(), {}, keep=1)
     disk = Disk(tmp_path, monkeypatch)
-    ck.save_checkpoint(tmp_path, 2, *trained(), {}, keep=1)
+    save(tmp_path, 2, *trained(), {}, keep=1)
     assert disk.events == [
         ("sync", "new/model.safetensors"), ("sync", "new/optimizer.safetensors"), ("sync", "new/state.json"),
         ("sync", "new"), ("rename", "2"), ("sync", "."), ("sync", "2/COMPLETE"), ("sync", "2"),
@@ -190,9 +190,9 @@ def test_everything_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
 
 
 def test_a_step_that_is_there_already_is_replaced_and_never_half(tmp_path, monkeypatch):
-    ck.save_checkpoint(tmp_path, 2, *trained(), {"which": "first"}, keep=3)
+    save(tmp_path, 2, *trained(), {"which": "first"}, keep=3)
     disk = Disk(tmp_path, monkeypatch)
-    path = ck.save_checkpoint(tmp_path, 2, *trained(1), {"which": "second"}, keep=3)
+    path = save(tmp_path, 2, *trained(1), {"which": "second"}, keep=3)
     assert disk.events[3:6] == [("sync", "new"), ("remove", "2"), ("rename", "2")]
     assert ck.load_state(path)["which"] == "second" and ck.complete_checkpoints(tmp_path) == [path]
 
@@ -203,13 +203,13 @@ def test_only_what_is_older_and_broken_is_cleared_away(tmp_path):
         (tmp_path / broken).mkdir()
     (tmp_path / "notes").mkdir()
     (tmp_path / "step_00000004").write_text("a file")
-    assert ck.save_checkpoint(tmp_path / "deep" / "er", 1, *trained(), {}, keep=1).exists()
-    ck.save_checkpoint(tmp_path, 3, *trained(), {}, keep=1)
+    assert save(tmp_path / "deep" / "er", 1, *trained(), {}, keep=1).exists()
+    save(tmp_path, 3, *trained(), {}, keep=1)
     assert {p.name for p in tmp_path.iterdir()} == {"step_00000003", "step_00000009", "step_00000004", "notes", "deep"}
 
 
 def test_checkpoints_come_oldest_first_however_long_their_numbers(tmp_path):
-    paths = [ck.save_checkpoint(tmp_path, step, *trained(), {}, keep=9) for step in (99_999_999, 7, 12)]
+    paths = [save(tmp_path, step, *trained(), {}, keep=9) for step in (99_999_999, 7, 12)]
     (tmp_path / "step_123").mkdir()  # too short to be ours
     assert ck.complete_checkpoints(tmp_path) == [paths[1], paths[2], paths[0]]
 
@@ -219,13 +219,13 @@ def test_checkpoints_come_oldest_first_however_long_their_numbers(tmp_path):
     ["{}", "[]", "3", "null", '{"model.safetensors": 3}', '{"model.safetensors": [1, 2, 3]}', "not json"],
 )
 def test_a_marker_that_says_something_else_is_none(tmp_path, marker):
-    path = ck.save_checkpoint(tmp_path, 1, *trained(), {}, keep=1)
+    path = save(tmp_path, 1, *trained(), {}, keep=1)
     (path / ck.MARKER).write_text(marker)
     assert ck.complete_checkpoints(tmp_path) == []
 
 
 def test_a_marker_names_every_file_with_its_size(tmp_path):
-    path = ck.save_checkpoint(tmp_path, 1, *trained(), {}, keep=1)
+    path = save(tmp_path, 1, *trained(), {}, keep=1)
     marker = json.loads((path / ck.MARKER).read_text())
     assert {name: size for name, (size, _) in marker.items()} == {
         name: (path / name).stat().st_size for name in ("model.safetensors", "optimizer.safetensors", "state.json")
@@ -241,7 +241,7 @@ def test_a_marker_names_every_file_with_its_size(tmp_path):
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
 @pytest.mark.parametrize("place", [0, -1])
 def test_any_flipped_byte_is_noticed(tmp_path, name, place):
-    path = ck.save_checkpoint(tmp_path, 1, *trained(), {"filler": "x" * (5 << 20)}, keep=1)
+    path = save(tmp_path, 1, *trained(), {"filler": "x" * (5 << 20)}, keep=1)
     assert ck.is_intact(path)
     data = bytearray((path / name).read_bytes())
     data[place] ^= 1
@@ -250,7 +250,7 @@ def test_any_flipped_byte_is_noticed(tmp_path, name, place):
 
 
 def test_what_differs_is_named_whichever_side_lacks_it(tmp_path):
-    path = ck.save_checkpoint(tmp_path, 1, *trained(), {}, keep=1)
+    path = save(tmp_path, 1, *trained(), {}, keep=1)
     short = nn.Sequential(nn.Linear(3, 4))
     with pytest.raises(ValueError, match=r"1.bias is shape \[2\] there and absent here"):
         ck.load_checkpoint(path, short, torch.optim.AdamW(short.parameters()))
