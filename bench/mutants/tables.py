@@ -73,6 +73,15 @@ ONE_DIM = "a tensor of one dim: its first size is its last"
 # (file, its line, operator, the line as it becomes) -> why nothing can notice
 EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     (
+        "kernels/merge/merge.py", "out = torch.zeros(outs[0].shape, dtype=high, device=outs[0].device)", "number",
+        "out = torch.zeros(outs[0].shape, dtype=high, device=outs[-1].device)",
+    ): "partials lie on one device, or the sum fails as it did",
+    (
+        "kernels/merge/merge.py",
+        "outs, lses = partials[: len(partials) // 2], partials[len(partials) // 2 :]", "arithmetic",
+        "outs, lses = partials[: (len(partials) * 2)], partials[len(partials) // 2 :]",
+    ): "what stands behind the outs is never reached: zip ends with the lses",
+    (
         "models/loss.py", "for start in range(0, valid.shape[0], chunk):", "number",
         "for start in range(0, valid.shape[-1], chunk):",
     ): ONE_DIM,
@@ -107,6 +116,11 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
         "first = start + (np.maximum(spans[at, 0] - start + stride - 1, 0) * stride) * stride",
     ): "a hit that is not sure is asked again, exactly",
     ("parallel/plan/visibility.py", "if aligned.all():", "condition", "if False:"): SHORTCUT,
+    ("parallel/plan/visibility.py", "if not self.mask.plain:", "condition", "if True:"): SHORTCUT,
+    (
+        "parallel/proof/coverage.py", "ranges = cut.clip(join_spans(by.ranges[:, :2])).ranges", "slice",
+        "ranges = cut.clip(join_spans(by.ranges[:, :])).ranges",
+    ): "a third column that nobody reads",
     (
         "parallel/proof/coverage.py",
         "if any(h[0] <= heads[0] and heads[1] <= h[1] and inside(tokens, p) for p, h in parts):", "number",

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.loss import check_labels, chunked_cross_entropy, cross_entropy_backward_op, cross_entropy_op
+from models.loss import _accumulate, check_labels, chunked_cross_entropy, cross_entropy_backward_op, cross_entropy_op
 
 
 def plain(hidden, weight, labels, softcap=None):
@@ -157,6 +157,16 @@ def test_the_weight_s_gradient_is_summed_in_fp32():
     ]
     assert grads[0].dtype == torch.bfloat16
     torch.testing.assert_close(grads[0], grads[1], rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("budget", [1, 4 * 6 * 3, 4 * 6 * 4, 1 << 20])
+def test_narrow_operands_are_summed_by_slices_of_the_vocabulary(budget):
+    """As a GPU does with bf16 and an fp32 sum; here fp32 into fp64, in slices of one, three, four words, and of all."""
+    draw_ = torch.Generator().manual_seed(0)
+    d_logits, states, base = (torch.randn(size, generator=draw_) for size in ((5, 10), (5, 6), (10, 6)))
+    total = base.double()
+    _accumulate(total, d_logits, states, budget)
+    torch.testing.assert_close(total, base.double() + (d_logits.T @ states).double(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("label", [9, -1, -101, 2**31 - 1])

@@ -166,6 +166,7 @@ def test_heads_equal_tokens() -> None:
         ([torch.zeros(3, 2, 4)], [], "1 outputs and 0 lses"),
         ([torch.zeros(3, 2, 4)], [torch.zeros(3, 2)], r"lse \(3, 2\), but \[H, T\] = \(2, 3\)"),
         ([torch.zeros(3, 2, 4), torch.zeros(3, 2, 5)], [torch.zeros(2, 3)] * 2, r"partial 1 has out \(3, 2, 5\)"),
+        ([torch.zeros(3, 2, 4), torch.zeros(5, 2, 4)], [torch.zeros(2, 3)] * 2, r"partial 1 has out \(5, 2, 4\)"),
         ([torch.zeros(3, 2, 4), torch.zeros(3, 2, 4).half()], [torch.zeros(2, 3)] * 2, "float16"),
         ([torch.zeros(3, 2)], [torch.zeros(2, 3)], r"must be \[T, H, D\]"),
     ],

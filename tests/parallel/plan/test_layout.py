@@ -149,6 +149,16 @@ def test_bad_questions_are_refused_with_their_numbers() -> None:
         PackedLayout.from_json('{"format": 1, "lengths": []}')
 
 
+def test_a_layout_in_words() -> None:
+    few, many = PackedLayout.from_lengths([3, 1, 2], [2, 1], 5), PackedLayout.from_lengths(range(1, 10))
+    assert repr(few) == "PackedLayout(3 documents [3, 1, 2], 2 rows of 5, 4 padding)"
+    assert repr(many) == "PackedLayout(9 documents [1, 2, 3, 4, 5, 6, 7, 8, ...], 1 rows of 45, 0 padding)"
+    assert repr(PackedLayout.from_lengths([1] * 8)).startswith("PackedLayout(8 documents [1, 1, 1, 1, 1, 1, 1, 1], ")
+    for text, found in (("[]", "'list'"), ('{"format": 7}', "7"), ("{}", "None")):
+        with pytest.raises(ValueError, match=rf"not a layout of format 1 \(found {found}\)"):
+            PackedLayout.from_json(text)
+
+
 @pytest.mark.deep
 @settings(max_examples=5000)
 @given(packed())

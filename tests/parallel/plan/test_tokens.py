@@ -136,6 +136,7 @@ def test_union_of_any_disjoint_sets(owner: list[int]):
     assert union([]) == EMPTY
     runs_between = [TokenSet.of((0, 21, 10)), TokenSet.of((1, 3), (11, 13)), TokenSet.of((5, 9, 2))]
     assert union(runs_between).expand().tolist() == [0, 1, 2, 5, 7, 10, 11, 12, 20]
+    assert union([TokenSet.of((0, 1), (2, 11, 4)), TokenSet.of((3, 5))]).expand().tolist() == [0, 2, 3, 4, 6, 10]
     strided = [TokenSet.of((part, len(owner), 3)) for part in range(3)]
     assert union(strided) == TokenSet.of((0, len(owner))) and union(strided[::-1]) == TokenSet.of((0, len(owner)))
 

@@ -154,10 +154,13 @@ class Disk:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.events = folder, []
+        self.synced: dict[str, int] = {}  # bytes that a file held when it was synced
         sync, rename, remove = os.fsync, os.rename, shutil.rmtree
 
         def fsync(handle: int) -> None:
-            self.note("sync", Path(os.readlink(f"/proc/self/fd/{handle}")))
+            path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+            self.note("sync", path)
+            self.synced[path.name] = os.fstat(handle).st_size
             sync(handle)
 
         def moved(a: Path, b: Path) -> None:
@@ -187,6 +190,8 @@ def test_everything_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
         ("sync", "new"), ("rename", "2"), ("sync", "."), ("sync", "2/COMPLETE"), ("sync", "2"),
         ("remove", "step_00000001"),
     ]  # fmt: skip
+    for path in (tmp_path / "step_00000002").iterdir():
+        assert disk.synced[path.name] == path.stat().st_size, path.name  # all of it, nothing left in a buffer
 
 
 def test_a_step_that_is_there_already_is_replaced_and_never_half(tmp_path, monkeypatch):
