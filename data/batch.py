@@ -80,7 +80,7 @@ class PackedBatch:
         found: dict[str, int] = {}
         for document in self.documents:
             length = document.stop - document.start
-            labels = length - max(1, min(self.prefix, length))
+            labels = max(0, length - max(1, min(self.prefix, length)))
             found[document.source] = found.get(document.source, 0) + labels
         return found
 
