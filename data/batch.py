@@ -80,9 +80,9 @@ class PackedBatch:
     def source_tokens(self) -> dict[str, int]:
         """Labels that count towards the loss, by the label of the documents' source: they add up to `label_tokens`."""
         found: dict[str, int] = {}
-        ends = np.cumsum((self.labels.flatten() >= 0).numpy())
+        ends = np.concatenate([[0], np.cumsum((self.labels.flatten() >= 0).numpy())])
         for document, start, stop in zip(self.documents, self.layout.starts.tolist(), self.layout.stops.tolist()):
-            labels = int(ends[stop - 1]) - (int(ends[start - 1]) if start else 0)
+            labels = int(ends[stop] - ends[start])
             found[document.source] = found.get(document.source, 0) + labels
         return found
 

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from data.tokenizers.tokenizer import as_unicode, check_ids, frame_ids
 
+KEEPING = ("ByteLevel", "Split", "Digits", "Punctuation")  # pre-tokenizers that leave no text out, if told not to
+
 
 class JsonTokenizer:
     """[bos, text..., eos] with the file's own vocabulary and splitting.
@@ -32,7 +34,9 @@ class JsonTokenizer:
         self._sha256 = hashlib.sha256(raw).hexdigest()
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(raw.decode("utf-8"))
-        except Exception as error:  # the library raises bare Exception
+        except BaseException as error:  # the library raises bare Exception, and panics, which are none
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ValueError(f"{path} is no tokenizers JSON file ({str(error).splitlines()[0]})") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -69,10 +73,16 @@ class JsonTokenizer:
 
     def _byte_pieces(self, description: dict[str, Any]) -> list[bytes] | None:
         """The bytes of each id; None where the vocabulary is not one of bytes that covers any text."""
-        alphabet = byte_alphabet()
-        parts = [*_flat(description.get("pre_tokenizer")), *_flat(description.get("decoder"))]
-        levels = [part for part in parts if part.get("type") == "ByteLevel"]
-        splitter = [part for part in _flat(description.get("pre_tokenizer")) if part.get("type") == "ByteLevel"]
+        alphabet, model = byte_alphabet(), description["model"]
+        cutters = _flat(description.get("pre_tokenizer"))
+        splitter = levels = [part for part in cutters if part.get("type") == "ByteLevel"]
+        # text that no id stands for: left out at cuts, marked at the ends of words, or taken in by an added token
+        dropped = any(p.get("type") not in KEEPING or p.get("behavior") == "Removed" for p in cutters)
+        marked = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+        added = description.get("added_tokens") or []
+        stripped = any((token.get("lstrip") or token.get("rstrip")) and not token.get("special") for token in added)
+        if dropped or marked or stripped:
+            return None
         normal = all(p.get("type") in ("NFC", "NFD", "NFKC", "NFKD") for p in _flat(description.get("normalizer")))
         if not levels or not normal or any(part.get("add_prefix_space") for part in splitter):
             return None

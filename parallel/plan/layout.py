@@ -43,7 +43,7 @@ class PackedLayout:
     """Documents in a buffer of `num_rows` rows of `row_length` tokens; make one with `from_lengths`.
 
     Attributes:
-        lengths: int64 [documents], tokens of each document, in buffer order; at least 1 each.
+        lengths: int64 [documents], tokens of each document, in buffer order; one of none has a number, no place.
         row_documents: int64 [rows], how many documents each row holds; 0 for a row that is all padding.
         row_length: tokens per row, padding included.
     """
@@ -56,12 +56,9 @@ class PackedLayout:
         self._check()
 
     def _check(self) -> None:
-        bad = np.flatnonzero(self.lengths < 1)
+        bad = np.flatnonzero(self.lengths < 0)
         if bad.size:
-            raise ValueError(
-                f"document {bad[0]} holds {self.lengths[bad[0]]} tokens; a document needs at least 1. Leave empty "
-                "documents out of the list (dropping one here would renumber those after it)"
-            )
+            raise ValueError(f"document {bad[0]} holds {self.lengths[bad[0]]} tokens; give 0 or more")
         bad = np.flatnonzero(self.row_documents < 0)
         if bad.size:
             raise ValueError(f"row {bad[0]} holds {self.row_documents[bad[0]]} documents; give 0 or more")
@@ -89,13 +86,12 @@ class PackedLayout:
         """Lay documents out in order.
 
         Args:
-            lengths: [documents], tokens of each document, at least 1 each.
+            lengths: [documents], tokens of each document, 0 or more.
             rows: [rows], how many documents each row holds; None puts all in one row.
             row_length: tokens per row; None takes the fullest row. What a row has left is padding at its end.
 
         Raises:
-            ValueError: a document without tokens (refused, since dropping it would renumber those after it), counts
-                that do not add up, or a row that holds more than `row_length` tokens.
+            ValueError: a negative length, counts that do not add up, or a row that holds more than `row_length` tokens.
         """
         documents = _int_array(lengths, "lengths")
         counts = _int_array([documents.size] if rows is None else rows, "rows")
@@ -188,6 +184,14 @@ class PackedLayout:
         """
         sizes, counts = np.unique(self.lengths, return_counts=True)
         return sum(count * mask.pairs(length) for length, count in zip(sizes.tolist(), counts.tolist()))
+
+    def without_empty(self) -> "PackedLayout":
+        """The same tokens in the same places, without the documents that hold none: those after one are renumbered."""
+        if self.lengths.all():
+            return self
+        counts = np.bincount(self.rows[self.lengths > 0], minlength=self.num_rows)
+        lengths = _int_array(self.lengths[self.lengths > 0], "lengths")
+        return PackedLayout(lengths, _int_array(counts, "rows"), self.row_length)
 
     def select_rows(self, start: int, stop: int) -> "PackedLayout":
         """The layout of rows `start` to `stop` (half-open) as a buffer of their own; the row length stays.

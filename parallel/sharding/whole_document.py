@@ -36,6 +36,7 @@ def whole_document(layout: PackedLayout, units: int, setting: Setting = DEFAULT)
     found (a few tokens a unit), the better balanced of this one and per_document is taken. For time, balance is worth
     what it saves.
     """
+    layout = layout.without_empty()  # what holds no token is dealt to nobody
     if units == 1 or layout.num_documents == 0:
         return per_document(layout, units)
     found = _candidates(layout, units, setting)

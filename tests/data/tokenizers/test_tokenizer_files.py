@@ -48,6 +48,44 @@ def test_both_files_code_alike(bpe: Bpe, text: str) -> None:
     assert first.encode(text).tolist() == second.encode(text).tolist()
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda raw: raw["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Whitespace"}),
+        lambda raw: raw["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "WhitespaceSplit"}),
+        lambda raw: raw["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Punctuation", "behavior": "Removed"}),
+        lambda raw: raw["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"),
+        lambda raw: raw["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
+        lambda raw: raw.update(pre_tokenizer=None),
+        lambda raw: raw["model"].update(end_of_word_suffix="w"),
+        lambda raw: raw.update(normalizer={"type": "Lowercase"}),
+        lambda raw: raw.update(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}),
+        *(
+            lambda raw, side=side: raw["added_tokens"].append(
+                {"id": 301, "content": "<x>", "single_word": False, "lstrip": False, "rstrip": False,
+                 "normalized": False, "special": False, side: True}
+            )
+            for side in ("lstrip", "rstrip")
+        ),
+    ],
+)  # fmt: skip
+def test_bytes_are_counted_only_where_every_id_has_a_fixed_text(bpe: Bpe, tmp_path: Path, edit: Any) -> None:
+    raw = json.loads(bpe("json").read_bytes())
+    assert load(bpe, "json").token_bytes is not None
+    edit(raw)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    assert load_tokenizer(str(tmp_path)).token_bytes is None
+
+
+def test_a_file_at_which_the_library_panics_is_one_sentence(bpe: Bpe, tmp_path: Path) -> None:
+    raw = json.loads(bpe("json").read_bytes())
+    raw["model"]["continuing_subword_prefix"] = "##"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=r"is no tokenizers JSON file \(") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("dropout", [0.1, 0.5, 1.0])
 def test_chance_that_a_file_asks_for_is_switched_off(bpe: Bpe, tmp_path: Path, dropout: float) -> None:
     raw = json.loads(bpe("json").read_bytes())

@@ -16,7 +16,7 @@ from tests.masks import allowed, masks
 @st.composite
 def packed(draw: st.DrawFn) -> tuple[list[list[int]], int]:
     """Documents of each row, and the row length."""
-    rows = draw(st.lists(st.lists(st.integers(1, 9), max_size=4), min_size=0, max_size=5))
+    rows = draw(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=0, max_size=5))
     fullest = max((sum(row) for row in rows), default=0)
     return rows, fullest + draw(st.integers(0, 3))
 
@@ -47,7 +47,8 @@ def test_tokens_lie_where_a_token_by_token_layout_puts_them(case: tuple[list[lis
     assert layout.positions().tolist() == positions
     assert layout.is_padding().tolist() == [i == -1 for i in ids]
     assert layout.total_tokens == len(ids) == layout.valid_tokens + layout.padding_tokens
-    assert layout.starts.tolist() == [ids.index(d) for d in range(layout.num_documents)]
+    held = [d for d in range(layout.num_documents) if layout.lengths[d]]
+    assert layout.starts[held].tolist() == [ids.index(d) for d in held]
     assert (layout.stops - layout.starts).tolist() == layout.lengths.tolist() == [n for row in rows for n in row]
     assert layout.rows.tolist() == [r for r, row in enumerate(rows) for _ in row]
     for array in (layout.starts, layout.stops, layout.positions(), layout.document_ids(), layout.rows):
@@ -123,7 +124,7 @@ def test_a_layout_cannot_be_changed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([2, 0, 1],), r"document 1 holds 0 tokens"),
+        (([2, -1, 1],), r"document 1 holds -1 tokens"),
         (([2, -3],), r"document 1 holds -3 tokens"),
         (([2, 2, 9], [1, 1, 1], 8), r"row 2 holds 9 tokens, row_length=8"),
         (([2, 2], [1]), r"rows hold 1 documents in total, but 2 lengths"),
@@ -165,3 +166,17 @@ def test_a_layout_in_words() -> None:
 def test_many_layouts_round_trip(case: tuple[list[list[int]], int]) -> None:
     test_tokens_lie_where_a_token_by_token_layout_puts_them.hypothesis.inner_test(case)  # type: ignore[attr-defined]
     assert PackedLayout.from_json(make(*case).to_json()) == make(*case)
+
+
+def test_documents_of_no_tokens_have_a_number_and_lie_nowhere():
+    layout = PackedLayout.from_lengths([0, 3, 0, 0, 2, 0], rows=[3, 3, 0], row_length=4)
+    assert layout.starts.tolist() == [0, 0, 3, 4, 4, 6] and layout.stops.tolist() == [0, 3, 3, 4, 6, 6]
+    assert layout.document_ids().tolist() == [1, 1, 1, -1, 4, 4, -1, -1, -1, -1, -1, -1]
+    assert layout.num_documents == 6 and layout.pairs() == 9
+    present = layout.without_empty()
+    assert present.lengths.tolist() == [3, 2] and present.row_documents.tolist() == [1, 1, 0]
+    assert present.positions().tolist() == layout.positions().tolist() and present.without_empty() is present
+    assert PackedLayout.from_json(layout.to_json()) == layout and layout.select_rows(0, 1).lengths.tolist() == [0, 3, 0]
+    assert PackedLayout.from_lengths([0, 0]).total_tokens == 0
+    with pytest.raises(ValueError, match=r"document 1 holds -1 tokens; give 0 or more"):
+        PackedLayout.from_lengths([3, -1])

@@ -14,7 +14,7 @@ from tests.masks import allowed, masks
 @st.composite
 def scenes(draw: st.DrawFn) -> tuple[PackedLayout, MaskSpec, list[TokenSet]]:
     """A layout with padding, a mask, and ascending sets of its tokens, strided ones among them."""
-    lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
     layout = PackedLayout.from_lengths(lengths, row_length=sum(lengths) + draw(st.integers(0, 3)))
     sets = []
     for _ in range(4):

@@ -41,7 +41,7 @@ REACH = {
 @st.composite
 def layouts(draw: Any) -> PackedLayout:
     """Rows of documents, one-token ones and long ones, with padding; perhaps none at all."""
-    sizes = st.integers(1, 5) | st.integers(1, 300)
+    sizes = st.integers(0, 5) | st.integers(1, 300)
     rows = draw(st.lists(st.lists(sizes, max_size=8), min_size=1, max_size=3))
     fullest = max(sum(row) for row in rows)
     return PackedLayout.from_lengths(
