@@ -84,6 +84,22 @@ def test_the_block_of_the_standard(path: str):
     assert through(x, PLAIN).tolist() == [448, -448, 1, 0.0625, 0.875, 16, 0, 0.001953125]
 
 
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_whole_numbers_come_back_as_they_are(path: str, form: str):
+    """Where the largest is the format's own, a step is 1: two nibbles of a byte are two values."""
+    top = int(LARGEST[form])
+    x = torch.cat([torch.arange(-top, top + 1), torch.tensor([top, -top, 0, 1, -1])]).float()
+    x = torch.cat([x, x.flip(0)])
+    codec = CodecSpec(form, 32, hadamard=False, alpha=False)
+    for values in (x[: len(x) // 32 * 32], x[:13]) if len(x) >= 32 else (x, x[:13]):
+        values = values.clone()
+        values[::32] = top  # in every group
+        back = through(values, codec)
+        torch.testing.assert_close(back, values, rtol=1e-6, atol=1e-6)
+        both = fp8.decode_sum(torch.stack([fp8.encode(values, codec)] * 2), codec, values.shape)
+        torch.testing.assert_close(both, 2 * values, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(("form", "reach", "floor"), [("e4m3", 16, 10), ("e5m2", 8, 17), ("e4m3fnuz", 16, 11)])
 def test_bound_without_a_transform(path: str, form: str, reach: int, floor: int):
     """|x - x'| is at most half a step of the format: |x| / 16 and scale x 2^-10 for e4m3."""
