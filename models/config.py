@@ -144,11 +144,11 @@ class ModelConfig:
 
     def _validate_masks(self) -> None:
         """Raise ValueError for lists that the layers do not repeat, and for masks that are none, naming the key."""
-        for key in ("prefix", "first"):
-            try:
-                MaskSpec(**{key: getattr(self, key)}, **({"window": UNBOUNDED - 1} if key == "first" else {}))
-            except ValueError as error:
-                raise ValueError(f"model.{error}") from None
+        try:  # what all layers share, first: no layer is to blame for it
+            MaskSpec(prefix=self.prefix)
+            MaskSpec(window=UNBOUNDED - 1, first=self.first)
+        except ValueError as error:
+            raise ValueError(f"model.{error}") from None
         for key in ("window", "chunk"):
             values = getattr(self, key)
             if values is not None and (isinstance(values, str) or not isinstance(values, Sequence)):

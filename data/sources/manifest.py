@@ -207,10 +207,12 @@ def read_manifest(folder: str | Path) -> Manifest:
     return manifest
 
 
-# What stands in the file, by key: a type, a list of one kind, or an object of kinds; None with what may also be null.
+# What stands in the file, by key: a type, a list of one kind, or an object of kinds; None with what may also be null;
+# a key that ends in ? may be missing.
 FILE_KINDS: dict[str, Any] = {"name": str, "bytes": int, "sha256": str}
 SHARD_KINDS: dict[str, Any] = {
     "tokens_file": FILE_KINDS, "index_file": FILE_KINDS, "documents": int, "tokens": int, "max_id": int, "source": str,
+    "trained_file?": FILE_KINDS,
 }  # fmt: skip
 MANIFEST_KINDS: dict[str, Any] = {
     "documents": int, "tokens": int, "tokenizer": dict, "tokenizer_file": (FILE_KINDS, None),
@@ -236,6 +238,7 @@ def _check_types(value: Any, kind: Any, where: str = "") -> None:
         for place, each in enumerate(value):
             _check_types(each, kind[0], f"{where}[{place}]")
     if isinstance(kind, dict):
+        kind = {key.rstrip("?"): inner for key, inner in kind.items() if key.rstrip("?") in value or key[-1] != "?"}
         if differing := sorted(value.keys() ^ kind.keys()):
             raise TypeError(f"{where or 'the manifest'} has no {differing[0]!r}, or should have none")
         for key, inner in kind.items():
