@@ -52,15 +52,6 @@ class BandPiece:
         """[low, high): what queries at `position`, all of the piece, see in documents of `length` tokens."""
         low = _most(position - self.before, self.k_start)
         high = _least(_least(position + self.after + 1, self.k_stop), length)
-        return self._chunked(position, low, high, length)
-
-    def queries(self, position: Ints, length: Ints) -> tuple[Ints, Ints]:
-        """[low, high): the queries of the piece that see keys at `position`, all in [k_start, k_stop)."""
-        low = _most(position - self.after, max(self.q_start, 0))
-        high = _least(_least(position + self.before + 1, self.q_stop), length)
-        return self._chunked(position, low, high, length)
-
-    def _chunked(self, position: Any, low: Any, high: Any, length: Any) -> tuple[Any, Any]:
         if self.chunk is not None:
             begin = position // self.chunk * self.chunk
             low, high = _most(low, begin), _least(high, begin + self.chunk)

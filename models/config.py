@@ -181,7 +181,9 @@ class ModelConfig:
 
     def layer_masks(self) -> list[MaskSpec]:
         """The attention mask of each layer inside a document; `len(...) == layers`."""
-        return [self._mask(*options) for options in zip(self._repeated(self.window), self._repeated(self.chunk))]
+        options = list(zip(self._repeated(self.window), self._repeated(self.chunk)))
+        made = {one: self._mask(*one) for one in set(options)}
+        return [made[one] for one in options]
 
     def layer_windows(self) -> list[int | None]:
         """The attention window of each layer, in tokens; `len(...) == layers`."""

@@ -26,16 +26,15 @@ class Block:
 SINK = -1
 
 
-def sink_fault(own: TokenSet, heads: Heads, blocks: list[tuple[Block, TokenSet, Heads]]) -> str | None:
-    """Why a sink does not join each row of `own` once, or None."""
+def sink_fault(own: TokenSet, heads: Heads, blocks: list[tuple[Block, TokenSet, Heads]], total: int) -> str | None:
+    """Why a sink does not join each row of `own` once, in a batch of `total` tokens, or None."""
     sinks = [(tokens, part) for block, tokens, part in blocks if block.step == SINK]
     for head in range(*heads):
         held = [tokens for tokens, part in sinks if part[0] <= head < part[1]]
         if held == [own]:
             continue
-        joined = np.concatenate([np.zeros(0, np.int64), *(tokens.expand() for tokens in held)])
-        times = (joined[:, None] == own.expand()[None]).sum(0)
-        if own.count and (times != 1).any():
+        times = counted(held, total)[own.expand()]
+        if (times != 1).any():
             at = int((times != 1).argmax())
             return f"head {head}: a sink would join query {own.expand()[at]} {times[at]} times"
     return None
@@ -150,14 +149,14 @@ def coverage_fault(
         checked.add(same)
         for tokens, family in _families(own, [held for _, held in chosen], total):
             blocks_here = [chosen[index][0] for index in family]
-            count = _counted([b.k_tokens if of_queries else b.q_tokens for b in blocks_here], total)
+            count = counted([b.k_tokens if of_queries else b.q_tokens for b in blocks_here], total)
             fault = _count_fault(sight, tokens, count, of_queries)
             if fault:
                 return f"head {query_head}: {fault}"
     return None
 
 
-def _counted(sets: list[TokenSet], total: int) -> NDArray[np.int64]:
+def counted(sets: list[TokenSet], total: int) -> NDArray[np.int64]:
     """[total]: how many of the sets hold each token."""
     ranges = np.concatenate([np.zeros((0, 3), np.int64), *(tokens.ranges for tokens in sets)])
     runs = ranges[ranges[:, 2] == 1]

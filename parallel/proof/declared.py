@@ -84,6 +84,7 @@ def _check_saved(
             raise fail(f"forward does not write all of {name}, which backward reads")
         if buffer.kind == "partial":
             fault = coverage_fault(plan.sight, buffer.tokens, buffer.heads, left[name].blocks, True, plan.shape.group)
-            fault = fault or sink_fault(buffer.tokens, buffer.heads, left[name].blocks)
+            total = plan.placement.layout.total_tokens
+            fault = fault or sink_fault(buffer.tokens, buffer.heads, left[name].blocks, total)
             if fault:
                 raise fail(f"{name} is not finished when forward leaves it: {fault}")

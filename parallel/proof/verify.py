@@ -39,7 +39,7 @@ from parallel.plan.ir import (
 from parallel.plan.plan import DIRECTIONS, Plan
 from parallel.plan.tokens import TokenSet
 from parallel.proof.contributions import Contributions
-from parallel.proof.coverage import Block, coverage_fault, covered, in_one_piece, restrict, sink_fault
+from parallel.proof.coverage import Block, counted, coverage_fault, covered, in_one_piece, restrict, sink_fault
 from parallel.proof.declared import check_declared
 from parallel.proof.memory import LSE, Content, Held, Memory, PlanError
 
@@ -77,9 +77,7 @@ def verify(plan: Plan) -> None:
 
 def _check_placement(plan: Plan) -> None:
     """Every token of the batch belongs to one rank."""
-    owners = np.zeros(plan.placement.layout.total_tokens, np.int64)
-    for tokens in plan.placement.sets:
-        np.add.at(owners, tokens.expand(), 1)
+    owners = counted(list(plan.placement.sets), plan.placement.layout.total_tokens)
     if (owners != 1).any():
         token = int((owners != 1).argmax())
         raise PlanError(f"the placement gives token {token} to {owners[token]} ranks; each belongs to one")
@@ -385,6 +383,6 @@ def _check_result(plan: Plan, machine: _Machine, program: Program, what: str, of
         raise PlanError(f"{where}: {name} is not written everywhere")
     fault = coverage_fault(plan.sight, own, full, content.blocks, of_queries, plan.shape.group)
     if what == "out" and fault is None:
-        fault = sink_fault(own, full, content.blocks)
+        fault = sink_fault(own, full, content.blocks, plan.placement.layout.total_tokens)
     if fault:
         raise PlanError(f"{where}: {fault}")

@@ -1,4 +1,4 @@
-"""The one rule of who sees whom, for ints, arrays and tensors, both ways, against the same said pair by pair."""
+"""The one rule of who sees whom, for ints, arrays and tensors, against the same said pair by pair."""
 
 import re
 import subprocess
@@ -22,7 +22,7 @@ MASKS = every_mask({"window": [1, 2, 5, 40], "chunk": [1, 3, 4], "prefix": [1, 2
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_bands_are_the_mask(mask: MaskSpec):
-    """Disjoint, never decreasing, the same for ints, arrays and tensors; pieces say the same seen from the keys."""
+    """Disjoint, never decreasing, the same for ints, arrays and tensors."""
     for length in LENGTHS:
         at, total = np.arange(length), 0
         seen = seen_inside(mask, length)
@@ -36,12 +36,6 @@ def test_bands_are_the_mask(mask: MaskSpec):
                 found[p, low[p] : high[p]] += 1
             total += sum(piece.pairs(length) for piece in band.pieces)
         assert (found == seen).all() and total == mask.pairs(length) == seen.sum()
-        backwards = np.zeros(seen.shape, int)
-        for piece in mask.pieces:
-            for k in range(piece.k_start, min(piece.k_stop, length)):
-                low, high = piece.queries(k, length)
-                backwards[low:high, k] += 1
-        assert (backwards == seen).all()
 
 
 @pytest.mark.parametrize("mask", MASKS[::5], ids=str)
